@@ -1,0 +1,339 @@
+"""``define``: one call registers a primitive with every rule it has.
+
+Everything of JAX that is not stable API (``jax._src``, ``jax.interpreters``, differences between
+versions) is used in this module and nowhere else.
+
+Rules are written over *operands*: a NamedTuple with one field per operand, ``None`` where an
+optional operand is absent. A primitive's equation carries the names of the operands that are
+present, a frozen dataclass of static parameters, and the lowering chosen where it was bound:
+
+    out = fp8moe_gmm[lowering=auto operands=('lhs', 'rhs', ...) params=GmmParams(...)] a b ...
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src import config, core, dispatch, effects
+from jax._src.callback import _OrderedIOEffect
+from jax._src.interpreters import ad, batching, mlir
+
+# Taken once, when the package is imported: quantization libraries replace jax.lax.dot_general
+# while they trace a model, and must not reach into a lowering.
+dot_general = lax.dot_general
+
+LOWERINGS = ("auto", "mosaic", "xla", "interpret")
+_lowering_choice = jax.make_user_context("auto")
+
+
+def use_lowering(name: str):
+    """Context manager that chooses what the primitives bound inside it are lowered to.
+
+    Args:
+      name: "auto": by the platform compiled for (Mosaic kernels on tpu, XLA on cpu, cuda and rocm);
+        "mosaic": the TPU kernels (an error for another platform);
+        "xla": the XLA lowering everywhere, TPU included;
+        "interpret": the TPU kernels in Pallas's TPU interpreter, on the CPU.
+
+    The choice is part of jit's cache key, and derivatives keep the choice of their operation.
+
+    Raises:
+      ValueError: name is none of these.
+
+    >>> import fp8moe_prims as fp8
+    >>> with fp8.use_lowering("xla"):
+    ...     pass
+    """
+    if name not in LOWERINGS:
+        raise ValueError(f"use_lowering: name must be one of {LOWERINGS}, got {name!r}")
+    return _lowering_choice(name)
+
+
+def _current_lowering() -> str:
+    choice = _lowering_choice.value
+    if choice == "mosaic" and config.pallas_tpu_interpret_mode_context_manager.value:
+        return "interpret"  # pltpu.force_tpu_interpret_mode
+    return choice
+
+
+# ------------------------------------------------------------------------------------ effects
+
+
+class _InterpretEffect(effects.Effect):
+    """Orders interpreted kernels: the interpreter simulates one device memory for all of them.
+
+    An effect of our own, because the one that its callbacks have is refused inside checkpoint.
+    """
+
+    __str__ = lambda self: "fp8moe_interpret"
+
+
+_interpret_effect = _InterpretEffect()
+for _registry in (
+    effects.ordered_effects,
+    effects.shardable_ordered_effects,
+    effects.lowerable_effects,
+    effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
+):
+    _registry.add_type(_InterpretEffect)
+
+
+# ---------------------------------------------------------------------------------- the primitive
+
+
+class OperandPrimitive(core.Primitive):
+    """A primitive whose operands are a NamedTuple and whose parameters are one frozen dataclass."""
+
+    operands_type: type
+
+    def call(self, operands: NamedTuple, params: Any):
+        """Binds the operands that are not None."""
+        names = tuple(f for f, v in zip(operands._fields, operands, strict=True) if v is not None)
+        present = [getattr(operands, f) for f in names]
+        return self.bind(*present, operands=names, params=params, lowering=_current_lowering())
+
+    def _pack(self, names, values):
+        """The operands tuple with ``values`` at ``names`` and None elsewhere."""
+        absent = dict.fromkeys(self.operands_type._fields)
+        return self.operands_type(**absent | dict(zip(names, values, strict=True)))
+
+
+def unsupported(why: str) -> Callable:
+    """A rule that cannot exist: raises NotImplementedError, which says why and what to do."""
+
+    def rule(*_, **__):
+        raise NotImplementedError(why)
+
+    rule.reason = why
+    return rule
+
+
+registry: dict[str, "OperandPrimitive"] = {}
+
+
+def define(
+    name: str,
+    *,
+    operands: type,
+    abstract_eval: Callable,
+    batch: Callable,
+    jvp: Callable,
+    transpose: Callable,
+    lowerings: Mapping[str, str],
+    multiple_results: bool = False,
+) -> OperandPrimitive:
+    """Registers a primitive with all its rules; each is required, see ``unsupported``.
+
+    Args:
+      name: what shows in a jaxpr, "fp8moe_<op>".
+      operands: NamedTuple type; a field that may be absent is None.
+      abstract_eval: (operands of avals, params) -> aval, made from an operand's with `result_aval`.
+      batch: (operands, dims, params) -> (out, out_dim); dims holds None where not batched.
+      jvp: (primals, tangents, params) -> (out, tangent or None); tangents holds None for zeros.
+      transpose: (cotangent, operands, params) -> operands of cotangents; a linear operand is one
+        for which `is_linear` holds, and has an `aval`.
+      lowerings: platform -> "<xla|tpu>.<module>:<function>" below fp8moe_prims.lowering, resolved
+        when needed.  The function takes (operands, params, platform=...) for xla and (operands,
+        params, chip=..., interpret=...) for tpu.
+      multiple_results: whether out is a sequence.
+    """
+    p = OperandPrimitive(name)
+    p.operands_type = operands
+    p.multiple_results = multiple_results
+    p.rules = dict(batch=batch, jvp=jvp, transpose=transpose)
+    p.lowerings = dict(lowerings)
+    p.def_impl(functools.partial(dispatch.apply_primitive, p))
+    p.def_effectful_abstract_eval(functools.partial(_abstract_eval, p, abstract_eval))
+    batching.primitive_batchers[p] = functools.partial(_batch, p, batch)
+    ad.primitive_jvps[p] = functools.partial(_jvp, p, jvp)
+    ad.primitive_transposes[p] = functools.partial(_transpose, p, transpose)
+    for platform in lowerings:
+        rule = functools.partial(_lower, p, platform)
+        mlir.register_lowering(p, rule, platform=platform)
+    registry[name] = p
+    return p
+
+
+@contextlib.contextmanager
+def _keep_lowering(lowering):
+    """Binds made by a rule keep the lowering of the equation that the rule is for."""
+    with _lowering_choice(lowering):
+        yield
+
+
+def _abstract_eval(p, rule, *avals, operands, params, lowering):
+    core.standard_vma_rule(p.name, *avals)
+    for name, aval in zip(operands, avals, strict=True):
+        if any(axis is not None for axis in aval.sharding.spec):
+            raise TypeError(
+                f"{p.name}: {name} is sharded as {aval.sharding.spec} over explicit mesh axes; the"
+                " operation takes local arrays: call it inside jax.shard_map."
+            )
+    out = rule(p._pack(operands, avals), params)
+    return out, ({_interpret_effect} if lowering == "interpret" else set())
+
+
+def _batch(p, rule, args, dims, *, operands, params, lowering):
+    with _keep_lowering(lowering):
+        return rule(p._pack(operands, args), p._pack(operands, dims), params)
+
+
+def _jvp(p, rule, primals, tangents, *, operands, params, lowering):
+    tangents = [
+        None if isinstance(t, ad.Zero) or t.dtype == jax.dtypes.float0 else t for t in tangents
+    ]
+    with _keep_lowering(lowering):
+        out, tangent = rule(p._pack(operands, primals), p._pack(operands, tangents), params)
+    zero = lambda o, t: ad.Zero.from_primal_value(o) if t is None else t
+    if p.multiple_results:
+        return out, [zero(o, t) for o, t in zip(out, tangent, strict=True)]
+    return out, zero(out, tangent)
+
+
+def _transpose(p, rule, ct, *args, operands, params, lowering):
+    cts = [None if isinstance(c, ad.Zero) else c for c in (ct if p.multiple_results else [ct])]
+    if all(c is None for c in cts):
+        return [None] * len(args)
+    with _keep_lowering(lowering):
+        out = rule(cts if p.multiple_results else cts[0], p._pack(operands, args), params)
+    return [getattr(out, f) for f in operands]
+
+
+def is_linear(operand) -> bool:
+    """Whether the transpose is taken with respect to this operand."""
+    return ad.is_undefined_primal(operand)
+
+
+# ---------------------------------------------------------------------------------- lowering
+
+
+def _lower(p, platform, ctx, *args, operands, params, lowering):
+    kind = _device_kind(ctx) if platform == "tpu" else None
+    fn = functools.partial(_body, p, platform, lowering, kind)
+    # The body sees plain local arrays: it makes constants and loops of its own, which carry no
+    # mesh axes, and is written for 32-bit integers.
+    avals = [a.update(sharding=None, manual_axis_type=core.empty_mat) for a in ctx.avals_in]
+    inner = ctx.replace(avals_in=avals, tokens_out=None)
+    if lowering == "interpret":  # our ordering token, under the name that the callbacks ask for
+        token = ctx.tokens_in.get(_interpret_effect)
+        inner = inner.replace(tokens_in=mlir.TokenSet({_OrderedIOEffect: token}))
+    with (
+        config._check_vma(False),
+        jax.enable_x64(False),
+        jax.sharding.use_abstract_mesh(_mesh_of(kind)),
+    ):
+        out = mlir.lower_fun(
+            lambda *xs: fn(p._pack(operands, xs), params), multiple_results=p.multiple_results
+        )(inner, *args)
+    if lowering == "interpret":
+        token = inner.tokens_out.get(_OrderedIOEffect)
+        ctx.set_tokens_out(mlir.TokenSet({_interpret_effect: token}))
+    return out
+
+
+def _body(p, platform, lowering, device_kind, operands, params):
+    """Calls the array function that ``lowering`` names for this platform."""
+    use_tpu = platform == "tpu" if lowering == "auto" else lowering in ("mosaic", "interpret")
+    if lowering == "mosaic" and platform != "tpu":
+        raise ValueError(
+            f"{p.name}: use_lowering('mosaic') makes TPU kernels, but the program is compiled for"
+            f" {platform}; use 'auto', or 'interpret' to simulate them."
+        )
+    where = p.lowerings["tpu"] if use_tpu else p.lowerings[platform if platform != "tpu" else "cpu"]
+    module, _, function = where.partition(":")
+    fn = getattr(importlib.import_module("fp8moe_prims.lowering." + module), function)
+    if not use_tpu:
+        return fn(operands, params, platform=platform)
+    from fp8moe_prims.lowering.tpu.chip import chip_of
+
+    interpret = False
+    if lowering == "interpret":
+        from jax.experimental.pallas import tpu as pltpu
+
+        interpret, device_kind = pltpu.InterpretParams(), device_kind or "TPU7x"
+    return fn(operands, params, chip=chip_of(device_kind), interpret=interpret)
+
+
+def _device_kind(ctx) -> str | None:
+    """The TPU that is compiled for, or None where nothing says (export from a CPU host)."""
+    axis_context = ctx.module_context.axis_context
+    devices = getattr(axis_context, "device_assignment", None)
+    if devices is None and isinstance(mesh := getattr(axis_context, "mesh", None), jax.sharding.Mesh):
+        devices = mesh.devices.flat
+    for device in devices or ():
+        return device.device_kind if device.platform == "tpu" else None
+    for mesh in (getattr(axis_context, "mesh", None), jax.sharding.get_abstract_mesh()):
+        if (device := getattr(mesh, "abstract_device", None)) is not None:
+            return device.device_kind
+    return None
+
+
+def _mesh_of(device_kind):
+    """An abstract mesh that tells Pallas the chip; it would ask the default device, a CPU."""
+    if device_kind is None:
+        device_kind = "TPU7x"
+    device = jax.sharding.AbstractDevice(device_kind, 1, "tpu")
+    return jax.sharding.AbstractMesh((), (), abstract_device=device)
+
+
+# ---------------------------------------------------------------------------- helpers for rules
+
+
+def result_aval(like, shape, dtype):
+    """The type of a result: that of an operand (mesh axes included), with this shape and dtype."""
+    spec = jax.sharding.PartitionSpec(*(None,) * len(shape))
+    return like.update(
+        shape=shape, dtype=dtype, weak_type=False, sharding=like.sharding.update(spec=spec)
+    )
+
+
+def vary_alike(*arrays):
+    """Casts arrays (None allowed) to one set of varying manual axes, inside shard_map.
+
+    The transpose of the cast sums over the axes, which is what makes the gradient of a replicated
+    weight right.
+    """
+    axes = lambda x: jax.typeof(x).mat.varying if x is not None else frozenset()
+    union = frozenset().union(*map(axes, arrays))
+
+    def cast(x):
+        missing = tuple(sorted(union - axes(x), key=str))
+        return lax.pcast(x, missing, to="varying") if x is not None and missing else x
+
+    return tuple(map(cast, arrays))
+
+
+def batch_leading(operands, dims, ties=()):
+    """The operands of a batched call: one more leading dimension for each, 1 where not batched.
+
+    Args:
+      operands, dims: as a batch rule gets them.
+      ties: groups of fields whose leading dimensions must be the same (a value and its scale); where
+        only some are batched, the others are repeated.
+    """
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    out = {}
+    for field, x, d in zip(operands._fields, operands, dims, strict=True):
+        if x is not None:
+            out[field] = x[None] if d is None else jnp.moveaxis(x, d, 0)
+    for tie in ties:
+        present = [f for f in tie if f in out]
+        if any(getattr(dims, f) is not None for f in present):
+            for f in present:
+                out[f] = jnp.broadcast_to(out[f], (size, *out[f].shape[1:]))
+    return operands._replace(**out)
+
+
+def sum_to(x, shape):
+    """Sums x, in float32, over the leading dimensions that are 1 in ``shape``."""
+    axes = tuple(i for i, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if a != b)
+    if not axes:
+        return x
+    return jnp.sum(x, axis=axes, keepdims=True, dtype=jnp.float32).astype(x.dtype)

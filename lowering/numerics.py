@@ -1,0 +1,59 @@
+"""The rounding rule that every lowering shares.
+
+A block of values that share one scale is quantized as
+
+    scale  = absmax * float32(1 / max(dtype))         (1 where that is zero or subnormal)
+    qvalue = round(x * (1 / scale))                   (0 where the scale was replaced)
+
+all in float32, rounding to nearest even and saturating. The functions are plain jnp code: they
+run inside Pallas kernels as well as in XLA programs, so that no lowering has a rule of its own.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+QDTYPES = {
+    "e4m3": np.dtype(jnp.float8_e4m3fn),
+    "e5m2": np.dtype(jnp.float8_e5m2),
+    "int8": np.dtype(np.int8),
+}
+_TINY = np.float32(np.finfo(np.float32).tiny)  # the smallest normal float32
+
+
+def dtype_max(dtype) -> np.float32:
+    """The magnitude that a block's absmax is mapped to (127.5 for int8, as in Qwix)."""
+    dtype = np.dtype(dtype)
+    if dtype == np.int8:
+        return np.float32(127.5)
+    return np.float32(jnp.finfo(dtype).max)
+
+
+def is_replaced(absmax, dtype):
+    """Whether the scale of a block would be zero or subnormal, so that 1 stands in for it."""
+    return absmax * (np.float32(1.0) / dtype_max(dtype)) < _TINY
+
+
+def block_scale(absmax, dtype):
+    """The scale of a block, from its float32 absmax: 1 where it would be zero or subnormal."""
+    scale = absmax * (np.float32(1.0) / dtype_max(dtype))
+    return jnp.where(scale < _TINY, np.float32(1.0), scale)
+
+
+def block_inverse(absmax, dtype):
+    """What a block is multiplied by before rounding: 1 / scale, or 0 where it is replaced."""
+    inverse = np.float32(1.0) / block_scale(absmax, dtype)
+    return jnp.where(is_replaced(absmax, dtype), np.float32(0.0), inverse)
+
+
+def fixed_scale(bound: float, dtype) -> np.float32:
+    """The one scale of a tensor whose range is declared to be [-bound, bound]."""
+    return np.float32(np.float32(bound) / dtype_max(dtype))
+
+
+def round_to(x, dtype):
+    """float32 to ``dtype``: nearest even, saturating; NaN stays NaN in the float types."""
+    dtype = np.dtype(dtype)
+    if dtype == np.int8:
+        return jnp.clip(jnp.round(x), -128.0, 127.0).astype(dtype)
+    top = dtype_max(dtype)
+    return jnp.clip(x, -top, top).astype(dtype)
