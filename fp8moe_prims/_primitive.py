@@ -94,15 +94,31 @@ class OperandPrimitive(core.Primitive):
     operands_type: type
 
     def call(self, operands: NamedTuple, params: Any):
-        """Binds the operands that are not None."""
+        """Binds the operands that are not None, brought to one set of varying mesh axes."""
         names = tuple(f for f, v in zip(operands._fields, operands, strict=True) if v is not None)
-        present = [getattr(operands, f) for f in names]
+        present = _vary_alike([getattr(operands, f) for f in names])
         return self.bind(*present, operands=names, params=params, lowering=_current_lowering())
 
     def _pack(self, names, values):
         """The operands tuple with ``values`` at ``names`` and None elsewhere."""
         absent = dict.fromkeys(self.operands_type._fields)
         return self.operands_type(**absent | dict(zip(names, values, strict=True)))
+
+
+def _vary_alike(arrays):
+    """Casts arrays to one set of varying manual axes, inside shard_map.
+
+    The transpose of the cast sums over the axes, which is what makes the gradient of a replicated
+    weight right.
+    """
+    axes = [jax.typeof(x).mat.varying for x in arrays]
+    union = frozenset().union(*axes)
+
+    def cast(x, own):
+        missing = tuple(sorted(union - own, key=str))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return [cast(x, own) for x, own in zip(arrays, axes, strict=True)]
 
 
 def unsupported(why: str) -> Callable:
@@ -161,6 +177,44 @@ def define(
     return p
 
 
+def define_carrier(name: str, *, operands: type, result: Callable, ties=(), tangent: Callable):
+    """A primitive that makes the carrier of a quantized result (see qarray.py).
+
+    Its value is never read: zeros. Its tangent is that of the dequantized result. It is apart from
+    the operation that makes the quantized values, so that a rematerialized program which has saved
+    those does not run the operation again for the carrier.
+
+    Args:
+      name: "fp8moe_<op>_carrier".
+      operands: as in `define`.
+      result: (operands of avals, params) -> aval.
+      ties: as in `batch_leading`.
+      tangent: (primals, tangents, params) -> tangent or None.
+    """
+    p = OperandPrimitive(name)
+    p.operands_type = operands
+    p.def_impl(functools.partial(dispatch.apply_primitive, p))
+    p.def_effectful_abstract_eval(functools.partial(_abstract_eval, p, result))
+    batch = lambda x, dims, params: (p.call(batch_leading(x, dims, ties), params), 0)
+    batching.primitive_batchers[p] = functools.partial(_batch, p, batch)
+    jvp = lambda x, t, params: (p.call(x, params), tangent(x, t, params))
+    ad.primitive_jvps[p] = functools.partial(_jvp, p, jvp)
+
+    def lower(ctx, *args, **params):
+        del args, params
+        (aval,) = ctx.avals_out
+        zero = lambda: jnp.zeros(aval.shape, aval.dtype)
+        with config._check_vma(False):
+            out = mlir.lower_fun(zero, multiple_results=False)(
+                ctx.replace(avals_in=(), tokens_out=None)
+            )
+        ctx.set_tokens_out(ctx.tokens_in)
+        return out
+
+    mlir.register_lowering(p, lower)
+    return p
+
+
 @contextlib.contextmanager
 def _keep_lowering(lowering):
     """Binds made by a rule keep the lowering of the equation that the rule is for."""
@@ -191,7 +245,7 @@ def _jvp(p, rule, primals, tangents, *, operands, params, lowering):
     ]
     with _keep_lowering(lowering):
         out, tangent = rule(p._pack(operands, primals), p._pack(operands, tangents), params)
-    zero = lambda o, t: ad.Zero.from_primal_value(o) if t is None else t
+    zero = lambda o, t: ad.Zero(jax.typeof(o).to_tangent_aval()) if t is None else t
     if p.multiple_results:
         return out, [zero(o, t) for o, t in zip(out, tangent, strict=True)]
     return out, zero(out, tangent)
@@ -265,7 +319,9 @@ def _device_kind(ctx) -> str | None:
     """The TPU that is compiled for, or None where nothing says (export from a CPU host)."""
     axis_context = ctx.module_context.axis_context
     devices = getattr(axis_context, "device_assignment", None)
-    if devices is None and isinstance(mesh := getattr(axis_context, "mesh", None), jax.sharding.Mesh):
+    if devices is None and isinstance(
+        mesh := getattr(axis_context, "mesh", None), jax.sharding.Mesh
+    ):
         devices = mesh.devices.flat
     for device in devices or ():
         return device.device_kind if device.platform == "tpu" else None
@@ -294,29 +350,13 @@ def result_aval(like, shape, dtype):
     )
 
 
-def vary_alike(*arrays):
-    """Casts arrays (None allowed) to one set of varying manual axes, inside shard_map.
-
-    The transpose of the cast sums over the axes, which is what makes the gradient of a replicated
-    weight right.
-    """
-    axes = lambda x: jax.typeof(x).mat.varying if x is not None else frozenset()
-    union = frozenset().union(*map(axes, arrays))
-
-    def cast(x):
-        missing = tuple(sorted(union - axes(x), key=str))
-        return lax.pcast(x, missing, to="varying") if x is not None and missing else x
-
-    return tuple(map(cast, arrays))
-
-
 def batch_leading(operands, dims, ties=()):
     """The operands of a batched call: one more leading dimension for each, 1 where not batched.
 
     Args:
       operands, dims: as a batch rule gets them.
-      ties: groups of fields whose leading dimensions must be the same (a value and its scale); where
-        only some are batched, the others are repeated.
+      ties: groups of fields whose leading dimensions must be the same (a value and its scale);
+        where only some are batched, the others are repeated.
     """
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     out = {}

@@ -49,7 +49,9 @@ def quantize_cotangent(x, p):
             carrier = x.rhs_carrier
             x = x._replace(
                 rhs_scale=jnp.ones((*scale.shape[:-3], 1, 1, 1), jnp.float32),
-                rhs_carrier=None if carrier is None else (carrier.astype(jnp.float32) / scale).astype(carrier.dtype),
+                rhs_carrier=None
+                if carrier is None
+                else (carrier.astype(jnp.float32) / scale).astype(carrier.dtype),
             )
     q = quantize(
         dout,

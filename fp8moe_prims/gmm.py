@@ -26,10 +26,9 @@ from fp8moe_prims._primitive import (
     is_linear,
     result_aval,
     sum_to,
-    vary_alike,
 )
 from fp8moe_prims.groups import group_ranges
-from fp8moe_prims.qarray import QArray, operand, parse_calibration, quantize
+from fp8moe_prims.qarray import operand, parse_calibration, quantize
 from fp8moe_prims.recipe import UNQUANTIZED, QuantRecipe
 
 
@@ -90,9 +89,10 @@ def gmm(
     quantization is that of the "Numerics" page of the docs; the gradient is straight through it.
 
     Args:
-      lhs: activations [m, k], bfloat16, float16, float32, or a QArray with a scale [m, 1] or [1, 1].
-      rhs: weights [g, k, n], or [g, n, k] with transpose_rhs, of the same dtypes, or a QArray with a
-        scale [1|g, 1, 1|n] (n in its place when transposed) or blocked along k.
+      lhs: activations [m, k], bfloat16, float16, float32, or a QArray with a scale [m, 1] or
+        [1, 1].
+      rhs: weights [g, k, n], or [g, n, k] with transpose_rhs, of the same dtypes, or a QArray with
+        a scale [1|g, 1, 1|n] (n in its place when transposed) or blocked along k.
       group_sizes: integers [G], rows of each group, G >= g. Negative sizes count as 0, groups that
         overrun are cut at m.
       group_starts: integers [G], ascending, first row of each group; None: they follow each other
@@ -145,9 +145,7 @@ def gmm(
         )
         w, w_scale, w_carrier = q.qvalue, q.scale, q.carrier
     quantize_lhs = x_scale is None and recipe.act_dtype is not None
-    operands = GmmOperands(
-        *vary_alike(x, w, starts, ends, x_scale, w_scale, x_carrier, w_carrier)
-    )
+    operands = GmmOperands(x, w, starts, ends, x_scale, w_scale, x_carrier, w_carrier)
     return gmm_p.call(
         operands,
         GmmParams(

@@ -10,8 +10,8 @@ def group_ranges(
 ):
     """Starts and ends of the local groups: int32[num_groups] each, 0 <= start <= end <= m.
 
-    Local group e is global group e + group_offset. Sizes below 0 count as 0, groups that overrun are
-    cut at m, groups outside group_sizes are empty.
+    Local group e is global group e + group_offset. Sizes below 0 count as 0, groups that overrun
+    are cut at m, groups outside group_sizes are empty.
 
     Args:
       group_sizes: integers [G].
@@ -21,7 +21,7 @@ def group_ranges(
       m: rows of the buffer.
       allow_fewer: whether G may be less than num_groups.
     """
-    sizes = _integers("group_sizes", group_sizes)
+    sizes = integers("group_sizes", group_sizes)
     if sizes.ndim != 1:
         raise ValueError(f"group_sizes: takes rank 1, [G], got shape {sizes.shape}")
     total = sizes.shape[0]
@@ -30,23 +30,25 @@ def group_ranges(
             f"group_sizes: takes at least as many groups as are local, {num_groups}, got {total}"
         )
     if group_starts is None:
-        ends = _bounded_cumsum(_clip(sizes, 0, m), m)
+        ends = _bounded_cumsum(clip_integers(sizes, 0, m), m)
         starts = jnp.concatenate([jnp.zeros(min(1, total), jnp.int32), ends[:-1]])
     else:
-        first = _integers("group_starts", group_starts)
+        first = integers("group_starts", group_starts)
         if first.shape != sizes.shape:
             raise ValueError(
                 f"group_starts: takes the shape of group_sizes, {sizes.shape}, got {first.shape}"
             )
-        first = _clip(first, -m, m)
+        first = clip_integers(first, -m, m)
         starts = jnp.clip(first, 0, m)
-        ends = jnp.clip(first + _clip(sizes, 0, 2 * m), starts, m)
+        ends = jnp.clip(first + clip_integers(sizes, 0, 2 * m), starts, m)
     if group_offset is None and total >= num_groups:
         return starts[:num_groups], ends[:num_groups]
-    offset = _integers("group_offset", 0 if group_offset is None else group_offset)
+    offset = integers("group_offset", 0 if group_offset is None else group_offset)
     if offset.shape not in ((), (1,)):
         raise ValueError(f"group_offset: takes shape () or (1,), got {offset.shape}")
-    index = _clip(offset, -num_groups, total).reshape(()) + jnp.arange(num_groups, dtype=jnp.int32)
+    index = clip_integers(offset, -num_groups, total).reshape(()) + jnp.arange(
+        num_groups, dtype=jnp.int32
+    )
     local = (index >= 0) & (index < total)
     if total == 0:
         return (jnp.zeros(num_groups, jnp.int32),) * 2
@@ -54,14 +56,14 @@ def group_ranges(
     return tuple(jnp.where(local, x[index], 0) for x in (starts, ends))
 
 
-def _integers(name, x):
+def integers(name, x):
     x = x if hasattr(x, "dtype") else np.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}: takes integers, got {x.dtype}")
     return jnp.asarray(x)
 
 
-def _clip(x, low: int, high: int):
+def clip_integers(x, low: int, high: int):
     """Clips in the array's own integer type, where the bounds may not fit, then casts to int32."""
     info = jnp.iinfo(x.dtype)
     low, high = max(low, int(info.min)), min(high, int(info.max))

@@ -121,7 +121,8 @@ def parse_calibration(name: str, calibration) -> float | None:
         if 0 < bound < math.inf and (high is None or float(low) == -bound):
             return bound
     raise ValueError(
-        f"{name}: must be 'absmax', 'fixed,-b,b' or 'fixed,b' with a finite b > 0, got {calibration!r}"
+        f"{name}: must be 'absmax', 'fixed,-b,b' or 'fixed,b' with a finite b > 0,"
+        f" got {calibration!r}"
     )
 
 
@@ -136,8 +137,8 @@ def quantize(x, qdtype, *, channelwise_axes=(), calibration="absmax") -> QArray:
       x: bfloat16, float16 or float32, any shape.
       qdtype: "e4m3", "e5m2" or "int8" (or the dtype itself).
       channelwise_axes: axes along which each index has a scale of its own; the others share it.
-      calibration: "absmax", or "fixed,-b,b" / "fixed,b": one scale for the tensor, values beyond the
-        range saturate.
+      calibration: "absmax", or "fixed,-b,b" / "fixed,b": one scale for the tensor, values beyond
+        the range saturate.
 
     Returns:
       A QArray; its scale is float32 with 1 in the axes that share it.

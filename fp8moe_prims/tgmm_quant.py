@@ -23,7 +23,6 @@ from fp8moe_prims._primitive import (
     is_linear,
     result_aval,
     sum_to,
-    vary_alike,
 )
 from fp8moe_prims.gmm import (
     GmmOperands,
@@ -90,12 +89,12 @@ def tgmm_quant(
     """The weight gradient of ``gmm``: one [k, n] product per group, both sides quantized inside.
 
     ``out[e] = sum over the rows r of group e + group_offset of lhs[r]^T dout[r]``. Each operand is
-    quantized per (row block x channel), in blocks of block_m rows counted from the group's first, so
-    that the result of a group depends on its own rows alone. An empty group gives exact zeros.
+    quantized per (row block x channel), in blocks of block_m rows counted from the group's first,
+    so that the result of a group depends on its own rows alone. An empty group gives exact zeros.
 
     Args:
-      lhs: activations [m, k], bfloat16, float16, float32, or a QArray with a scale [m, 1] or [1, 1]:
-        then its qvalue is used as it is and the scale multiplied into dout's rows.
+      lhs: activations [m, k], bfloat16, float16, float32, or a QArray with a scale [m, 1] or
+        [1, 1]: then its qvalue is used as it is and the scale multiplied into dout's rows.
       dout: cotangent of gmm's result [m, n], bfloat16, float16 or float32.
       group_sizes, group_starts, group_offset: as in ``gmm``.
       num_groups: g, the number of local groups; None: that of group_sizes.
@@ -139,7 +138,7 @@ def tgmm_quant(
         group_sizes, group_starts, group_offset, num_groups, m, allow_fewer=True
     )
     wide = (dy.dtype,) if x_scale is not None else (x.dtype, dy.dtype)
-    operands = TgmmOperands(*vary_alike(x, dy, starts, ends, x_scale, x_carrier))
+    operands = TgmmOperands(x, dy, starts, ends, x_scale, x_carrier)
     return tgmm_quant_p.call(
         operands,
         TgmmParams(

@@ -20,7 +20,6 @@ def gmm(x, p, *, platform):
     *rhs_lead, g, a, b = x.rhs.shape
     n = a if p.transpose_rhs else b
     batch = loops.batch_shape(lhs_lead, rhs_lead, x.starts.shape[:-1])
-    make = jnp.zeros if p.tail == "zero" else lax.empty
     out_shape = (*batch, m, n)
     if m == 0 or g == 0 or 0 in batch:
         return jnp.zeros(out_shape, p.out_dtype)
@@ -36,13 +35,12 @@ def gmm(x, p, *, platform):
 
     def group(i, out):  # out [prod(batch) * m, n]
         source = rhs_batch[todo.batch[i]] * np.int32(g) + todo.group[i]
-        weight = lax.dynamic_index_in_dim(rhs, source, keepdims=False).astype(jnp.float32)
-        weight = scale.dequantize(weight, source)
+        weight = scale.dequantize(loops.read_matrix(rhs, source), source)
         fold, post = scale.of_contraction(source), scale.of_output(source)
         base = lhs_batch[todo.batch[i]] * np.int32(m)
 
         def tile(first, mask, out):
-            values = loops.take_rows(lhs, base + first, rows).astype(jnp.float32)
+            values = loops.read_rows(lhs, base + first, rows)
             values = jnp.where(mask, values, 0) * fold
             values = quantize_rows(values, p)
             y = dot_general(
@@ -54,13 +52,18 @@ def gmm(x, p, *, platform):
             )
             if row_scale is not None:
                 y = y * loops.take_rows(row_scale, base + first, rows)
-            y = (y * post).astype(p.out_dtype)
+            y = loops.to_bits(y * post, p.out_dtype)
             return loops.put_rows(out, todo.batch[i] * np.int32(m) + first, y, mask)
 
         return loops.for_tiles(todo.start[i], todo.end[i], m, rows, tile, out)
 
-    out = make((int(np.prod(batch)) * m, n), p.out_dtype)
-    return lax.fori_loop(np.int32(0), todo.count, group, out).reshape(out_shape)
+    flat = (int(np.prod(batch)) * m, n)
+    if p.tail == "zero":
+        out = loops.zeros_apart(flat, p.out_dtype, x.lhs)
+    else:
+        out = lax.empty(flat, loops.bits_dtype(p.out_dtype))
+    out = lax.fori_loop(np.int32(0), todo.count, group, out)
+    return loops.view(out, p.out_dtype).reshape(out_shape)
 
 
 def quantize_rows(x, p):
@@ -70,13 +73,13 @@ def quantize_rows(x, p):
     dtype = numerics.QDTYPES[p.lhs_dtype]
     if p.lhs_bound is not None:
         scale = numerics.fixed_scale(p.lhs_bound, dtype)
-        return numerics.round_to(x * (np.float32(1.0) / scale), dtype).astype(jnp.float32) * scale
+        return numerics.round_trip(x * (np.float32(1.0) / scale), dtype) * scale
     rows, k = x.shape
     block = min(p.block_k, k)
     padded = jnp.pad(x, ((0, 0), (0, -k % block))).reshape(rows, -1, block)
     absmax = jnp.max(jnp.abs(padded), axis=-1, keepdims=True)
-    q = numerics.round_to(padded * numerics.block_inverse(absmax, dtype), dtype)
-    q = q.astype(jnp.float32) * numerics.block_scale(absmax, dtype)
+    q = numerics.round_trip(padded * numerics.block_inverse(absmax, dtype), dtype)
+    q = q * numerics.block_scale(absmax, dtype)
     return q.reshape(rows, -1)[:, :k]
 
 

@@ -4,6 +4,10 @@ A batched call is one flat problem: the batch dimensions of an operand collapse 
 groups, and each pair (batch, group) becomes an *entry* with the offset of its rows in each operand
 and the index of its matrix. Empty entries are skipped and the others walked tile by tile, so the
 work is that of the valid rows (rounded up to a tile per group), whatever the buffer's size.
+
+XLA on CPU has no slice or update of 8- and 16-bit floats: around each it widens the whole buffer,
+which would cost the buffer's size in every step. So a buffer that a loop writes holds the bits of
+such floats as integers (`bits_dtype`, `to_bits`, `view`), and one that it reads is read as integers.
 """
 
 from typing import NamedTuple
@@ -50,8 +54,91 @@ def tile_rows(m: int) -> int:
     return max(1, min(128, m))
 
 
+def read_rows(x, first, rows: int):
+    """float32 [rows, d] of x [*, d] from row ``first``."""
+    bits = take_rows(_bits_in_loop(x, first), first, rows)
+    return from_bits(bits, x.dtype)
+
+
+def read_matrix(x, index):
+    """float32 [a, b] of x [*, a, b] at ``index``."""
+    bits = lax.dynamic_index_in_dim(_bits_in_loop(x, index), index, keepdims=False)
+    return from_bits(bits, x.dtype)
+
+
+def gather_bits(x, index):
+    """[rows, d] of x [*, d] at ``index`` [rows], which lies inside, as `bits_dtype`."""
+    return _bits_in_loop(x, index).at[index].get(mode="promise_in_bounds")
+
+
+def bits_dtype(dtype) -> np.dtype:
+    """What holds values of this dtype in a loop: unsigned integers for 8- and 16-bit floats."""
+    dtype = np.dtype(dtype)
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
+    return np.dtype(f"uint{8 * dtype.itemsize}") if narrow else dtype
+
+
+def to_bits(x, dtype):
+    """float32 values as ``dtype``, held as `bits_dtype`."""
+    return view(x.astype(dtype), bits_dtype(dtype))
+
+
+def zeros_apart(shape, dtype, source):
+    """Zeros, as `bits_dtype`, that XLA does not merge with those made from another array ``source``.
+
+    It makes one buffer of equal zeros, and where several loops write into it a copy for each.
+    """
+    bits = view(source.reshape(-1)[:1], f"uint{8 * source.dtype.itemsize}")
+    never = jnp.minimum(bits.astype(jnp.int32) & np.int32(0xFF), np.int32(0))  # 0
+    return jnp.broadcast_to(never.astype(bits_dtype(dtype)).reshape((1,) * len(shape)), shape)
+
+
+def view(x, dtype):
+    """The same bits as another dtype of the same width."""
+    return x if x.dtype == np.dtype(dtype) else lax.bitcast_convert_type(x, dtype)
+
+
+def _bits_in_loop(x, varying):
+    """``view(x, bits_dtype)``, tied to a value of the loop's step.
+
+    Else XLA would hoist the cast out of the loop and make a copy of the buffer; so it becomes part
+    of the slice.
+    """
+    bits = bits_dtype(x.dtype)
+    if bits == x.dtype:
+        return x
+    return view(lax.optimization_barrier((x, varying))[0], bits)
+
+
+def from_bits(bits, dtype):
+    """float32 values of ``dtype`` from its `bits_dtype`.
+
+    Integer arithmetic for float8, which is slow to convert where there is no instruction for it:
+    the exponent is rebased, subnormal numbers are multiples of the smallest, and the largest
+    exponent (e5m2) or the largest code (e4m3) is no number.
+    """
+    dtype = np.dtype(dtype)
+    if bits.dtype == dtype or dtype.itemsize == 2:
+        return view(bits, dtype).astype(jnp.float32)
+    info = jnp.finfo(dtype)
+    mantissa, bias = int(info.nmant), 1 - int(info.minexp)
+    code = bits.astype(jnp.int32)
+    magnitude, sign = code & np.int32(0x7F), (code & np.int32(0x80)) << np.int32(24)
+    shifted = magnitude << np.int32(23 - mantissa)
+    spacing = np.float32(2.0 ** (1 - bias - mantissa))
+    subnormal = view(magnitude.astype(jnp.float32) * spacing, jnp.int32)
+    value = jnp.where(
+        magnitude < np.int32(1 << mantissa), subnormal, shifted + np.int32((127 - bias) << 23)
+    )
+    if dtype == np.dtype(jnp.float8_e5m2):
+        value = jnp.where(magnitude >= np.int32(0x7C), shifted | np.int32(0xFF << 23), value)
+    else:
+        value = jnp.where(magnitude == np.int32(0x7F), np.int32(0x7FC00000), value)
+    return view(value | sign, jnp.float32)
+
+
 def take_rows(x, first, rows: int):
-    """[rows, d] of x [*, d] from row ``first``."""
+    """[rows, d] of x [*, d] from row ``first``, in x's dtype."""
     return lax.dynamic_slice(x, (first, np.int32(0)), (rows, x.shape[1]))
 
 

@@ -40,8 +40,8 @@ def tgmm_quant(x, p, *, platform):
 
         def load(first, mask):
             """float32 [rows, k] and [rows, n], zero where masked; the row scale is in dout."""
-            left = loops.take_rows(lhs, lhs_base + first, rows).astype(jnp.float32)
-            right = loops.take_rows(dout, dout_base + first, rows).astype(jnp.float32)
+            left = loops.read_rows(lhs, lhs_base + first, rows)
+            right = loops.read_rows(dout, dout_base + first, rows)
             if row_scale is not None:
                 right = right * loops.take_rows(row_scale, lhs_base + first, rows)
             return jnp.where(mask, left, 0), jnp.where(mask, right, 0)
@@ -69,11 +69,12 @@ def tgmm_quant(x, p, *, platform):
         zero = jnp.zeros(matrix, jnp.float32)
         _, total = lax.while_loop(lambda s: s[0] < todo.end[i], block, (todo.start[i], zero))
         target = todo.batch[i] * np.int32(g) + todo.group[i]
-        return lax.dynamic_update_index_in_dim(out, total.astype(p.out_dtype), target, 0)
+        total = loops.to_bits(total, p.out_dtype)
+        return lax.dynamic_update_index_in_dim(out, total, target, 0)
 
-    out = jnp.zeros((size * g, *matrix), p.out_dtype)
+    out = jnp.zeros((size * g, *matrix), loops.bits_dtype(p.out_dtype))
     out = lax.fori_loop(np.int32(0), todo.count, group, out)
-    return out.reshape(*batch, g, *matrix)
+    return loops.view(out, p.out_dtype).reshape(*batch, g, *matrix)
 
 
 def _channel_rules(p, load, for_tiles, k, n):
@@ -99,6 +100,6 @@ def _channel_rules(p, load, for_tiles, k, n):
         else:
             scale = numerics.block_scale(absmax, dtype)
             inverse = numerics.block_inverse(absmax, dtype)
-        return lambda tile: numerics.round_to(tile * inverse, dtype).astype(jnp.float32) * scale
+        return lambda tile: numerics.round_trip(tile * inverse, dtype) * scale
 
     return rule(p.lhs_dtype, None, carry[0]), rule(p.dout_dtype, p.dout_bound, carry[1])
