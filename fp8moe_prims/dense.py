@@ -14,7 +14,7 @@ from fp8moe_prims.qarray import quantize
 
 def _membership(starts, ends, m: int):
     """bool [*b, m, g]: whether row r belongs to group e."""
-    rows = jnp.arange(m, dtype=jnp.int32)[:, None]
+    rows = jnp.arange(m, dtype=jnp.int32).reshape((1,) * (starts.ndim - 1) + (m, 1))
     return (rows >= starts[..., None, :]) & (rows < ends[..., None, :])
 
 

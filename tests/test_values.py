@@ -1,0 +1,216 @@
+"""Every row of the table equals its reference, under each lowering; the tail changes no bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+import fp8moe_prims as fp8
+from tests import cases, helpers
+
+
+def _run(case, lowering, jit=True, lhs=None, second=None):
+    a, b = case.arrays()
+    a, b = a if lhs is None else lhs, b if second is None else second
+    fn = jax.jit(case.function()) if jit else case.function()
+    with fp8.use_lowering(lowering):
+        return np.asarray(fn(*helpers.as_jax((a, b)), case.kwargs()["group_sizes"]))
+
+
+class ValuesTest(parameterized.TestCase):
+    @helpers.named(cases.select())
+    def test_xla(self, case):
+        out = _run(case, "xla")
+        helpers.assert_close(out, case.reference(), _tolerance(case, out))
+
+    @helpers.named(cases.select(tag="interpret"))
+    def test_interpret(self, case):
+        out = _run(case, "interpret")
+        helpers.assert_close(out, case.reference(), _tolerance(case, out))
+
+    @helpers.named(cases.select(tag="grad")[::4])
+    def test_eager(self, case):
+        helpers.assert_same_bits(_run(case, "auto", jit=False), _run(case, "auto"))
+
+    @helpers.named(c for c in cases.select(tag="grad") if not c.valid.all())
+    def test_tail_changes_no_bit(self, case):
+        clean = _run(case, "xla")
+        for value in (np.nan, np.inf, 3e38):
+            lhs, second = case.arrays()
+            lhs = helpers.poisoned(lhs, case.valid, value)
+            if case.op == "tgmm_quant":
+                second = helpers.poisoned(second, case.valid, value)
+            helpers.assert_same_bits(_run(case, "xla", lhs=lhs, second=second), clean)
+
+    @helpers.named([c for c in cases.select(tag="grad") if not c.valid.all()][::5])
+    def test_tail_changes_no_bit_interpreted(self, case):
+        clean = _run(case, "interpret")
+        lhs, second = case.arrays()
+        lhs = helpers.poisoned(lhs, case.valid, np.nan)
+        if case.op == "tgmm_quant":
+            second = helpers.poisoned(second, case.valid, np.nan)
+        helpers.assert_same_bits(_run(case, "interpret", lhs=lhs, second=second), clean)
+
+    @pytest.mark.sweep
+    @helpers.named(cases.select(sweep=True))
+    def test_sweep(self, case):
+        for lowering in ("xla", "interpret"):
+            helpers.assert_close(_run(case, lowering), case.reference(), case.tolerance)
+
+
+def _tolerance(case, out):
+    """bfloat16 and float16 results are compared at their own precision."""
+    return max(case.tolerance, 2 * float(jnp.finfo(out.dtype).eps) if out.dtype.itemsize < 4 else 0)
+
+
+LOWERINGS = ("xla", "interpret")
+
+
+class NumbersTest(parameterized.TestCase):
+    """Blocks that are zero, tiny, huge or not finite."""
+
+    def _gmm(self, lhs, lowering, rhs=None, recipe=None):
+        rhs = jnp.asarray(np.ones((2, lhs.shape[1], 8), np.float32) if rhs is None else rhs)
+        sizes = np.array([lhs.shape[0] // 2, lhs.shape[0] - lhs.shape[0] // 2], np.int32)
+        with fp8.use_lowering(lowering):
+            return np.asarray(
+                fp8.gmm(jnp.asarray(lhs), rhs, sizes, recipe=recipe or fp8.QuantRecipe())
+            )
+
+    @parameterized.parameters(*LOWERINGS)
+    def test_tiny_rows(self, lowering):
+        lhs = np.random.default_rng(0).standard_normal((8, 128)).astype(np.float32)
+        clean = self._gmm(lhs, lowering)
+        lhs[2], lhs[5], lhs[6] = 1e-36, 1e-40, 0
+        out = self._gmm(lhs, lowering)
+        keep = [0, 1, 3, 4, 7]
+        helpers.assert_same_bits(out[keep], clean[keep])
+        self.assertTrue(np.isfinite(out).all())
+        np.testing.assert_array_equal(out[[5, 6]], 0)
+
+    @parameterized.parameters(*LOWERINGS)
+    def test_rows_not_finite_stay_alone(self, lowering):
+        lhs = np.random.default_rng(0).standard_normal((8, 200)).astype(np.float32)
+        clean = self._gmm(lhs, lowering)
+        lhs[1, 2], lhs[6, 199] = np.inf, np.nan
+        out = self._gmm(lhs, lowering)
+        keep = [0, 2, 3, 4, 5, 7]
+        helpers.assert_same_bits(out[keep], clean[keep])
+        self.assertTrue(np.isnan(out[[1, 6]]).all())
+
+    @parameterized.parameters(*LOWERINGS)
+    def test_fixed_range_saturates(self, lowering):
+        values = np.array([448, 464, 465, 480, 1000, -1000], np.float32)
+        recipe = fp8.QuantRecipe(act_calibration="fixed,-448,448", weight_dtype=None)
+        lhs = np.zeros((6, 128), np.float32)
+        lhs[:, 0] = values
+        out = self._gmm(lhs, lowering, recipe=recipe)
+        np.testing.assert_array_equal(out[:, 0], np.clip(values, -448, 448))
+
+    @parameterized.parameters(*LOWERINGS)
+    def test_moved_row_keeps_its_bits(self, lowering):
+        lhs = np.random.default_rng(0).standard_normal((200, 160)).astype(np.float32)
+        rhs = np.random.default_rng(1).standard_normal((2, 160, 96)).astype(np.float32)
+        rhs[1] = rhs[0]
+        out = self._gmm(lhs, lowering, rhs)
+        order = np.random.default_rng(2).permutation(200)
+        helpers.assert_same_bits(self._gmm(lhs[order], lowering, rhs), out[order])
+
+    @parameterized.parameters(*LOWERINGS)
+    def test_accumulates_in_float32(self, lowering):
+        k = 4096
+        lhs, rhs = np.full((2, k), 30, np.float16), np.full((2, k, 8), 30, np.float16)
+        with fp8.use_lowering(lowering):
+            out = fp8.gmm(
+                jnp.asarray(lhs),
+                jnp.asarray(rhs),
+                np.array([1, 1]),
+                preferred_element_type=jnp.float32,
+            )
+        np.testing.assert_array_equal(out, 900.0 * k)
+
+    @parameterized.parameters(*LOWERINGS)
+    def test_weight_gradient_accumulates_in_float32(self, lowering):
+        lhs = np.full((4096, 8), 1 + 2.0**-7, np.float32)
+        with fp8.use_lowering(lowering):
+            out = fp8.tgmm_quant(
+                jnp.asarray(lhs),
+                jnp.asarray(lhs),
+                np.array([4096]),
+                lhs_dtype=None,
+                dout_dtype=None,
+            )
+        np.testing.assert_allclose(out, 4096 * (1 + 2.0**-7) ** 2, rtol=1e-6)
+
+    @parameterized.parameters(*LOWERINGS)
+    def test_zero_and_tiny_channels(self, lowering):
+        rng = np.random.default_rng(0)
+        lhs, dout = (rng.standard_normal((300, d)).astype(np.float32) for d in (96, 40))
+        lhs[:, 3], lhs[:, 4], dout[:, 7], dout[:, 8] = 0, 1e-40, 0, 1e-36
+        with fp8.use_lowering(lowering):
+            out = np.asarray(
+                fp8.tgmm_quant(jnp.asarray(lhs), jnp.asarray(dout), np.array([128, 100]))
+            )
+        self.assertTrue(np.isfinite(out).all())
+        np.testing.assert_array_equal(out[:, [3, 4]], 0)
+        np.testing.assert_array_equal(out[:, :, 7], 0)
+
+    @parameterized.parameters(*LOWERINGS)
+    def test_channels_not_finite_stay_alone(self, lowering):
+        rng = np.random.default_rng(0)
+        lhs, dout = (rng.standard_normal((300, d)).astype(np.float32) for d in (96, 40))
+        run = lambda: np.asarray(
+            fp8.tgmm_quant(jnp.asarray(lhs), jnp.asarray(dout), np.array([128, 100]))
+        )
+        with fp8.use_lowering(lowering):
+            clean = run()
+            lhs[5, 3], dout[130, 7] = np.nan, np.inf
+            out = run()
+        self.assertTrue(np.isnan(out[0, 3]).all() and np.isnan(out[1, :, 7]).all())
+        keep = np.ones(out.shape, bool)
+        keep[0, 3] = keep[1, :, 7] = False
+        helpers.assert_same_bits(out[keep], clean[keep])
+
+    @parameterized.parameters(*LOWERINGS)
+    def test_weight_gradient_does_not_depend_on_place(self, lowering):
+        rng = np.random.default_rng(0)
+        rows = [rng.standard_normal((300, d)).astype(np.float32) for d in (96, 40)]
+        recipe = dict(block_m=128, num_groups=1)
+
+        def place(first):
+            padded = [np.full((700, r.shape[1]), np.nan, np.float32) for r in rows]
+            for p, r in zip(padded, rows, strict=True):
+                p[first : first + 300] = r
+            starts = np.array([first])
+            with fp8.use_lowering(lowering):
+                return np.asarray(
+                    fp8.tgmm_quant(
+                        *map(jnp.asarray, padded), np.array([300]), group_starts=starts, **recipe
+                    )
+                )
+
+        # The quantized values are the same; the sums run over tiles that lie differently.
+        for first in (1, 37, 128, 399):
+            helpers.assert_close(place(first), place(0), 1e-6)
+
+    def test_scale_in_bf16_is_widened(self):
+        q = np.ones((4, 128), jnp.float8_e4m3fn)
+        scale = np.array([[1], [2], [3.140625], [0.1]], jnp.bfloat16)
+        rhs = jnp.ones((1, 128, 8))
+        run = lambda s: fp8.gmm(fp8.QArray(jnp.asarray(q), jnp.asarray(s)), rhs, np.array([4]))
+        helpers.assert_same_bits(run(scale), run(scale.astype(np.float32)))
+
+    def test_result_dtype(self):
+        q = fp8.QArray(jnp.ones((4, 128), jnp.float8_e4m3fn), jnp.ones((1, 1)))
+        w = fp8.QArray(jnp.ones((1, 128, 8), jnp.float8_e4m3fn), jnp.ones((1, 1, 1)))
+        run = lambda a, b, **kw: fp8.gmm(a, b, np.array([4]), **kw).dtype
+        self.assertEqual(run(q, w), jnp.bfloat16)
+        self.assertEqual(run(q, jnp.ones((1, 128, 8))), jnp.float32)
+        self.assertEqual(run(jnp.ones((4, 128), jnp.bfloat16), jnp.ones((1, 128, 8))), jnp.float32)
+        self.assertEqual(run(jnp.ones((4, 128), jnp.bfloat16), w), jnp.bfloat16)
+        self.assertEqual(run(q, w, preferred_element_type=jnp.float32), jnp.float32)
+
+
+if __name__ == "__main__":
+    absltest.main()
