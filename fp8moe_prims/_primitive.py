@@ -22,6 +22,7 @@ from jax import lax
 from jax._src import config, core, dispatch, effects
 from jax._src.callback import _OrderedIOEffect
 from jax._src.interpreters import ad, batching, mlir
+from jax._src.lax import lax as lax_internal
 
 # Taken once, when the package is imported: quantization libraries replace jax.lax.dot_general
 # while they trace a model, and must not reach into a lowering.
@@ -337,6 +338,29 @@ def _mesh_of(device_kind):
         device_kind = "TPU7x"
     device = jax.sharding.AbstractDevice(device_kind, 1, "tpu")
     return jax.sharding.AbstractMesh((), (), abstract_device=device)
+
+
+# ------------------------------------------------------------- float8 values saved by a checkpoint
+
+
+def _reduce_precision(ctx, operand, *, exponent_bits, mantissa_bits):
+    """Lowers reduce_precision of a float8 array to its own precision as what it is: nothing.
+
+    jax.checkpoint puts one on each value that it saves, with the number of exponent bits of the
+    dtype. XLA takes the largest exponent for infinity, but float8_e4m3fn has numbers there, so a
+    saved value above 240 would come back as NaN.
+    """
+    (aval,) = ctx.avals_in
+    if aval.dtype.itemsize == 1:
+        info = jnp.finfo(aval.dtype)
+        if (exponent_bits, mantissa_bits) == (info.nexp, info.nmant):
+            return [operand]
+    return lax_internal._reduce_precision_lower(
+        ctx, operand, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits
+    )
+
+
+mlir.register_lowering(lax.reduce_precision_p, _reduce_precision)
 
 
 # ---------------------------------------------------------------------------- helpers for rules

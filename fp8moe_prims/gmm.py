@@ -84,9 +84,13 @@ def gmm(
 ):
     """Multiplies each group of rows by its own matrix, quantizing inside the kernel.
 
-    ``out[r] = lhs[r] @ rhs[e]`` for a row r of group ``e + group_offset``. What ``ragged_dot`` is,
-    with the quantization of lhs, and in the backward pass of the cotangent, fused into it. The
-    quantization is that of the "Numerics" page of the docs; the gradient is straight through it.
+    ``out[r] = lhs[r] @ rhs[e]`` for a row r of group ``e + group_offset``: what ``ragged_dot`` is,
+    with the quantization of lhs, and in the backward pass of the cotangent, fused into it. The rows
+    are sorted by group, and group_sizes counts them (``jnp.bincount(expert, length=G)``).
+
+    lhs is quantized per (row x block_k elements of k), rhs per (group x output channel), the
+    cotangent per (row x block_k elements of n) for dlhs and per (row block x channel) for drhs, by
+    the rule of ``lowering/numerics.py``. The gradient is straight through.
 
     Args:
       lhs: activations [m, k], bfloat16, float16, float32, or a QArray with a scale [m, 1] or

@@ -1,6 +1,7 @@
 """quantize, QArray and the shared rounding rule."""
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -57,6 +58,20 @@ class QuantizeTest(parameterized.TestCase):
         q = fp8.QArray(jnp.ones((4, 6), jnp.int8), jnp.asarray([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
         want = np.repeat(np.repeat(np.asarray(q.scale), 2, 0), 2, 1)
         np.testing.assert_array_equal(q.dequantize(), want)
+
+    def test_values_saved_by_a_checkpoint_are_unchanged(self):
+        """jax.checkpoint's reduce_precision would make NaN of every e4m3 value above 240."""
+        x = jnp.full((4, 8), 3.0)
+
+        def layer(x):
+            q = fp8.quantize(x, "e4m3")
+            name = lambda a: jax.ad_checkpoint.checkpoint_name(a, "q")
+            values = name(q.qvalue).astype(jnp.float32) * q.scale
+            return jnp.sum(jnp.sin(values) * x)
+
+        for policy in ("everything_saveable", "nothing_saveable"):
+            fn = jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy))
+            np.testing.assert_allclose(jax.jit(jax.grad(fn))(x), jnp.sin(x), rtol=1e-5)
 
     def test_is_a_pytree(self):
         q = fp8.quantize(jnp.ones((4, 8)), "e4m3")
