@@ -261,7 +261,7 @@ def write_png(rows, path) -> None:
     )
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=150)
 
 

@@ -36,11 +36,11 @@ import functools
 import math
 
 import jax
-from jax import lax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-import numpy as np
 
 from fp8moe_prims.lowering import numerics
 from fp8moe_prims.lowering.tpu import dots
@@ -48,7 +48,7 @@ from fp8moe_prims.lowering.tpu.chip import Chip
 
 _LANES = 128
 _ALIGN = 32  # rows of the widest packing (four float8 rows in each 32-bit word, eight sublanes)
-_MAX_VISITS = 16384  # visits of one kernel call: five int32 tables in SMEM
+_MAX_VISITS = 40000  # of one call: its five int32 tables must fit SMEM, 1 MiB on a v7x
 _I32 = np.int32
 _CHUNK = 512  # rows and columns of the output that one product makes, at most
 
@@ -354,7 +354,7 @@ def _quantize(c: _Config, side: _Side, window, slab, scale, rowscale, full, firs
             carry = lax.fori_loop(_I32(1), lax.div(length, _I32(step)), one, carry)
         return carry
 
-    def strip(i, carry):
+    def strip(i):
         column = pl.multiple_of(i * _I32(_LANES), _LANES)
         source = pl.multiple_of(jnp.minimum(column + shift, _I32(width - _LANES)), _LANES)
         inverse = None
@@ -393,7 +393,6 @@ def _quantize(c: _Config, side: _Side, window, slab, scale, rowscale, full, firs
             return carry
 
         each(write, _I32(0))
-        return carry
 
     return width // _LANES, strip
 
@@ -410,7 +409,7 @@ def _product(c: _Config, a, b, a_scale, b_scale, acc, out, length, is_first):
         if side.bound is not None and side.qdtype is not None:
             fixed = np.float32(fixed * numerics.fixed_scale(side.bound, side.qdtype))
 
-    def chunk(i, carry):
+    def chunk(i):
         row = pl.multiple_of((i // _I32(tq // cq)) * _I32(cp), _LANES)
         column = pl.multiple_of((i % _I32(tq // cq)) * _I32(cq), _LANES)
         rows, columns = pl.ds(row, cp), pl.ds(column, cq)
@@ -427,7 +426,6 @@ def _product(c: _Config, a, b, a_scale, b_scale, acc, out, length, is_first):
             acc[rows, columns] = x
         if acc is not out:
             out[rows, columns] = x.astype(out.dtype)
-        return carry
 
     return (tp // cp) * (tq // cq), chunk
 
@@ -436,14 +434,15 @@ def _run(*tasks):
     """Runs (count, body) tasks in one loop, in equal shares, so that the scheduler can mix them."""
     trips = math.gcd(*(count for count, _ in tasks))
 
-    def step(i, carry):
+    def step(_, i):
         for count, body in tasks:
             share = count // trips
             for part in range(share):
-                carry = body(i * _I32(share) + _I32(part), carry)
-        return carry
+                body(i * _I32(share) + _I32(part))
+        return i + _I32(1)
 
-    lax.fori_loop(_I32(0), _I32(trips), step, _I32(0))
+    # The loop's own counter is an int64 where x64 is on, which Mosaic cannot cast.
+    lax.fori_loop(0, trips, step, _I32(0))
 
 
 def _kernel(c: _Config, shifts, tables, operands, out, scratch):
@@ -520,16 +519,28 @@ def _flat_map(batch, full):
     return np.broadcast_to(index, full).reshape(-1)
 
 
-def _call(c: _Config, p, units, starts, ends, maps, lhs, dout, lhs_scale, transpose, expected,
+def _call(c: _Config, blocks, starts, ends, maps, *, lhs, dout, lhs_scale, transpose, expected,
           interpret):
-    """One pallas_call over ``units`` units: [units, p, q]."""
+    """One pallas_call: [units, p, q].
+
+    Args:
+      c: the configuration.
+      blocks: row blocks of all units (an empty one counts), at most.
+      starts, ends: int32 [units].
+      maps: which batch element of lhs, of dout and of lhs_scale serves a unit: int32 [units] each.
+      lhs, dout, lhs_scale: [bl, m, k], [bd, m, n], and [bs, 1, m] or None.
+      transpose: whether the output is [.., n, k].
+      expected: rows for the cost estimate.
+      interpret: passed to pallas_call.
+    """
+    units = starts.shape[0]
     tiles = c.tiles
     a, b = (dout, lhs) if transpose else (lhs, dout)
     lhs_is_a = not transpose
     rows_p, cols_q = a.shape[-1], b.shape[-1]
     s, r = (a, b) if tiles.resident_b else (b, a)
     n_s, n_r = -(-s.shape[-1] // tiles.ts), -(-r.shape[-1] // tiles.tr)
-    limit = n_s * n_r * units[1] + 1  # the last step multiplies only
+    limit = n_s * n_r * blocks + 1  # the last step multiplies only
     visits, tables = _tables(starts, ends, tiles, n_s, n_r, limit)
     lhs_map, dout_map, scale_map = maps
     lhs_resident = lhs_is_a != tiles.resident_b
@@ -617,17 +628,17 @@ def _call(c: _Config, p, units, starts, ends, maps, lhs, dout, lhs_scale, transp
 
     def body(*refs):
         prefetch, refs = refs[: len(scalars)], refs[len(scalars):]
-        operands = dict(zip(keys, refs[: len(keys)]))
+        operands = dict(zip(keys, refs[: len(keys)], strict=True))
         out = refs[len(keys)]
         scratch = dict.fromkeys(
             [("scale", True), ("scale", False), "acc", "rowscale"]
-        ) | dict(zip(names, refs[len(keys) + 1:]))
+        ) | dict(zip(names, refs[len(keys) + 1:], strict=True))
         _kernel(c, shifts, prefetch, operands, out, scratch)
 
     item = np.dtype(c.out_dtype).itemsize
     return pl.pallas_call(
         body,
-        out_shape=jax.ShapeDtypeStruct((units[0], rows_p, cols_q), c.out_dtype),
+        out_shape=jax.ShapeDtypeStruct((units, rows_p, cols_q), c.out_dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(visits + _I32(1),),
@@ -641,7 +652,7 @@ def _call(c: _Config, p, units, starts, ends, maps, lhs, dout, lhs_scale, transp
         cost_estimate=pl.CostEstimate(
             flops=2 * expected * rows_p * cols_q,
             bytes_accessed=expected * (rows_p * a.dtype.itemsize + cols_q * b.dtype.itemsize)
-            + units[0] * rows_p * cols_q * item,
+            + units * rows_p * cols_q * item,
             transcendentals=0,
         ),
         name="fp8moe_tgmm_quant",
@@ -690,7 +701,7 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
 
     qdtypes = [None if d is None else numerics.QDTYPES[d] for d in (p.lhs_dtype, p.dout_dtype)]
     plain = [lhs.dtype, dout.dtype if scale is None else np.dtype(np.float32)]
-    slabs = dots.dot_dtypes(*(q or d for q, d in zip(qdtypes, plain)), chip)
+    slabs = dots.dot_dtypes(*(q or d for q, d in zip(qdtypes, plain, strict=True)), chip)
     lhs_side = dict(qdtype=qdtypes[0], bound=None, slab=slabs[0], rowscale=False)
     dout_side = dict(qdtype=qdtypes[1], bound=p.dout_bound if qdtypes[1] is not None else None,
                      slab=slabs[1], rowscale=scale is not None)
@@ -713,8 +724,18 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
     )
     c = _Config(m, tiles, a, b, out_dtype, chip)
 
-    # Units share one kernel; the groups of a batch element have at most m rows in all.
-    blocks = math.prod(batch) * (m // tiles.block) + units
-    out = _call(c, p, (units, blocks), starts, ends, maps, lhs, dout, scale, p.transpose_out, rows,
-                interpret)
+    # All batch elements in one call; one after the other where its tables would be too long.
+    blocks = m // tiles.block + g  # row blocks of one batch element, at most
+    p_width, q_width = (y.shape[-1] for y in arrays)
+    tile_count = -(-p_width // tiles.tp) * -(-q_width // tiles.tq)
+    count = math.prod(batch)
+    call = functools.partial(_call, c, lhs=lhs, dout=dout, lhs_scale=scale,
+                             transpose=p.transpose_out, interpret=interpret)
+    if count == 1 or count * blocks * tile_count <= _MAX_VISITS:
+        out = call(count * blocks, starts, ends, maps, expected=rows)
+    else:
+        each = [y.reshape(count, g) for y in (starts, ends, *maps)]
+        out = lax.map(
+            lambda y: call(blocks, y[0], y[1], y[2:], expected=rows // count), tuple(each)
+        )
     return out.reshape(out_shape)
