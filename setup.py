@@ -21,7 +21,8 @@ setup(
     python_requires=">=3.11",
     install_requires=["jax>=0.10.2", "jaxlib>=0.10.2", "numpy", "ml_dtypes", "absl-py"],
     extras_require={
-        "test": ["pytest", "libtpu", "flatbuffers", "build"],  # ahead-of-time, export, wheels
+        # pytest-xdist: both cores; libtpu: ahead-of-time compilation; flatbuffers: jax.export
+        "test": ["pytest", "pytest-xdist", "libtpu", "flatbuffers", "build"],
         "tpu": ["libtpu"],  # to compile for TPU
         "plots": ["matplotlib"],  # the examples' and benchmarks' pictures
     },

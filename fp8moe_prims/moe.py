@@ -224,7 +224,7 @@ def sort_rows(experts, e_local: int, config: MoEConfig, shards: int) -> RowPlan:
         first = lax.axis_index(config.ep_axis).astype(jnp.int32) * np.int32(e_local)
     local = jnp.mod(experts.reshape(-1) - first, np.int32(config.num_experts))  # ours: < e_local
     slots = jnp.arange(total, dtype=jnp.int32)
-    _, order = lax.sort((local, slots), num_keys=1, is_stable=True)
+    order = _sorted_slots(local, slots, config.num_experts)
     position = jnp.zeros(total, jnp.int32).at[order].set(slots, unique_indices=True)
     sizes = jnp.zeros(config.num_experts, jnp.int32).at[local].add(1)[:e_local]
     balanced = max(1, -(-total // shards))
@@ -238,6 +238,14 @@ def sort_rows(experts, e_local: int, config: MoEConfig, shards: int) -> RowPlan:
         end=jnp.minimum(jnp.sum(sizes, dtype=jnp.int32), np.int32(m)),
         balanced=balanced,
     )
+
+
+def _sorted_slots(local, slots, num_experts: int):
+    """The slots, ordered by expert and then by slot: one sort of one integer each where both fit."""
+    total = slots.shape[0]
+    if num_experts * total >= 2**31:
+        return lax.sort((local, slots), num_keys=1, is_stable=True)[1]
+    return jnp.mod(lax.sort(local * np.int32(total) + slots), np.int32(total))
 
 
 def buffer_rows(total: int, balanced: int, worst: int, factor: float) -> int:

@@ -106,7 +106,98 @@ def _tgmm_quant(s: Shape, backward: str) -> Program:
     return Program(tgmm_quant, args, (0, 1), s.m)
 
 
-OPS = {"gmm": _gmm, "tgmm_quant": _tgmm_quant}
+TOP_K = 8  # experts of a token in the operations below: the buffer has TOP_K rows a token
+
+
+def _ragged_gather(s: Shape, backward: str) -> Program:
+    import jax.numpy as jnp
+
+    import fp8moe_prims as fp8
+
+    del backward  # nothing is quantized
+
+    def ragged_gather(x, indices, end, inverse):
+        return fp8.ragged_gather(x, indices, end=end, inverse=inverse, tail="undefined")
+
+    tokens = s.m // TOP_K
+    args = (
+        _struct((tokens, s.k), jnp.bfloat16),
+        _struct((s.m,), jnp.int32),
+        _struct((), jnp.int32),
+        _struct((tokens, TOP_K), jnp.int32),
+    )
+    return Program(ragged_gather, args, (0,), s.m)
+
+
+def _ragged_gather_reduce(s: Shape, backward: str) -> Program:
+    import jax.numpy as jnp
+
+    import fp8moe_prims as fp8
+
+    del backward
+
+    def ragged_gather_reduce(y, weights, indices, end, inverse):
+        return fp8.ragged_gather_reduce(
+            y, indices, weights=weights, end=end, inverse=inverse, tail="undefined"
+        )
+
+    tokens = s.m // TOP_K
+    args = (
+        _struct((s.m, s.k), jnp.bfloat16),
+        _struct((tokens, TOP_K), jnp.float32),
+        _struct((tokens, TOP_K), jnp.int32),
+        _struct((), jnp.int32),
+        _struct((s.m,), jnp.int32),
+    )
+    return Program(ragged_gather_reduce, args, (0, 1), s.m)
+
+
+def _ragged_glu(s: Shape, backward: str) -> Program:
+    import jax.numpy as jnp
+
+    import fp8moe_prims as fp8
+
+    del backward
+
+    def ragged_glu(h, end):
+        return fp8.ragged_glu(h, end=end, tail="undefined")
+
+    return Program(
+        ragged_glu, (_struct((s.m, 2 * s.n), jnp.bfloat16), _struct((), jnp.int32)), (0,), s.m
+    )
+
+
+def _moe(s: Shape, backward: str) -> Program:
+    """The layer on one device: m / TOP_K tokens, k features, n features of an expert, g experts."""
+    import jax.numpy as jnp
+
+    import fp8moe_prims as fp8
+
+    recipe = fp8.QuantRecipe(backward=backward)
+    config = fp8.moe.MoEConfig(s.g, min(TOP_K, s.g), recipe=recipe)
+
+    def moe(x, logits, w_gate, w_up, w_down):
+        return fp8.moe.moe_ffn(x, logits, w_gate, w_up, w_down, config=config)[0]
+
+    tokens = s.m // config.top_k
+    args = (
+        _struct((tokens, s.k), jnp.bfloat16),
+        _struct((tokens, s.g), jnp.float32),
+        _struct((s.g, s.k, s.n), jnp.bfloat16),
+        _struct((s.g, s.k, s.n), jnp.bfloat16),
+        _struct((s.g, s.n, s.k), jnp.bfloat16),
+    )
+    return Program(moe, args, tuple(range(5)), tokens * config.top_k)
+
+
+OPS = {
+    "gmm": _gmm,
+    "tgmm_quant": _tgmm_quant,
+    "ragged_gather": _ragged_gather,
+    "ragged_gather_reduce": _ragged_gather_reduce,
+    "ragged_glu": _ragged_glu,
+    "moe": _moe,
+}
 
 
 def _struct(shape, dtype):
@@ -205,7 +296,7 @@ def summarize(op: str, shape: Shape, *, grad: bool, backward: str, target: str) 
     if target == "cpu":
         report = _hlo.report_of_jaxpr(jax.make_jaxpr(program.fn)(*program.args), program.rows)
     else:
-        report = _hlo.report_of_hlo(compiled.as_text(), program.rows)
+        report = _hlo.report_of_hlo(_text(compiled), program.rows)
     memory = compiled.memory_analysis()
     return Summary(
         report,

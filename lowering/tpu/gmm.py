@@ -13,10 +13,11 @@ Buffers in VMEM, the pipelined blocks twice:
   rhs    [tk, tn]      (or [tn, tk]) weights of the visit's group
   out    [tm, tn]      stays while consecutive visits have the same rows, each adding its own
   ready  [tm, tk]      the lhs as the MXU takes it (quantized, scaled or converted); only if needed
-  steps  [blocks, tm, 1] the scales of the quantized lhs, one per row and block of the contraction
+  steps  [blocks, tm, 128] the scales of the quantized lhs, one per block of the contraction and
+         row, in every lane
   weights [tk, tn]     the rhs as the MXU takes it, made once per group; only where it differs
-  kept   [tm, tn]      the out block as earlier visits left it
-  acc    [tm, tn] f32  sum over k tiles; only if there are several
+  kept   [sub, tn]     out rows as earlier visits left them
+  acc    [sub, tn] f32  the sum over blocks of the contraction, or k tiles, if there are several
 SMEM holds one int32 table: the visits, and per group its rows and which operand blocks it reads.
 """
 
@@ -46,13 +47,21 @@ _MAX_TABLE = 160_000  # int32 values of tables that a call may put into SMEM (1 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tile sizes of one call: rows, output columns, contraction, and columns of one product."""
+    """Tile sizes of one call.
+
+    Attributes:
+      tm, tn, tk: rows, output columns and contraction elements of a tile.
+      sub: rows that are handled at a time; a tile is a loop over those that the group has.
+      step: columns of one product.
+      vmem: the estimate, bytes.
+    """
 
     tm: int
     tn: int
     tk: int
+    sub: int
     step: int
-    vmem: int  # the estimate, bytes
+    vmem: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,28 +103,28 @@ def _up(x: int, to: int) -> int:
     return -(-x // to) * to
 
 
-def _vmem_bytes(q: Problem, chip: Chip, tm: int, tn: int, tk: int, step: int) -> int:
+def _vmem_bytes(q: Problem, chip: Chip, tm: int, tn: int, tk: int, sub: int, step: int) -> int:
     """VMEM that a call with these tiles needs: blocks, scratch, and temporaries of one product."""
     lhs, rhs = q.mxu_dtypes
     ready, weights = dot_dtypes(lhs, rhs, chip)
     cut = tk < q.k  # several k tiles
     masked = cut and q.k % tk != 0
     rows, cols, deep = _up(tm, 32), _up(tn, _LANES), _up(tk, _LANES)
+    some = _up(sub, 32)
     if q.transpose_rhs:
         rhs_elements = _up(tn, 32) * deep
     else:
         rhs_elements = _up(tk, 32) * cols
     total = 2 * rows * deep * q.lhs_dtype.itemsize
     total += 2 * rhs_elements * q.rhs_dtype.itemsize
-    total += 3 * rows * cols * q.out_dtype.itemsize  # with kept
+    total += (2 * rows + some) * cols * q.out_dtype.itemsize  # with kept
     if q.qdtype is not None or q.scale_form == "fold" or q.lhs_dtype != ready or masked:
-        total += rows * deep * ready.itemsize
+        total += some * deep * ready.itemsize
     if q.scale_form == "full" or q.rhs_dtype != weights or masked:
         total += rhs_elements * weights.itemsize
-    if cut:
-        total += rows * cols * 4
+    total += some * _up(_acc_columns(q, tn, tk, step), _LANES) * 4
     if q.block_k is not None:
-        total += -(-tk // q.block_k) * rows * _LANES * 4
+        total += -(-tk // q.block_k) * some * _LANES * 4
     if q.scale_form == "full":
         total += 2 * rhs_elements * 4
     elif q.scale_form == "fold":
@@ -124,46 +133,68 @@ def _vmem_bytes(q: Problem, chip: Chip, tm: int, tn: int, tk: int, step: int) ->
         total += 2 * _up(q.k // q.scale_block, 8) * cols * 4
     else:
         total += 2 * 8 * cols * 4
-    total += 2 * 8 * rows * 4 + 2 * rows * _LANES * 4  # the row scale, and it as a column
+    total += 2 * 8 * rows * 4 + rows * _LANES * 4  # the row scale, and it as a column
     # Temporaries: a product and its sum; the f32 form of a quantization block; f32 splits.
-    total += 3 * rows * _up(step, _LANES) * 4
-    total += 3 * min(rows, _ROWS) * min(deep, _up(q.block_k or 1024, _LANES)) * 4
-    total += 2 * min(rhs_elements, 1024 * 512) * 4
-    if ready == np.float32:
-        total += 3 * (rows + _up(step, _LANES)) * min(deep, _PIECE_F32) * 4
+    total += 2 * some * _up(step, _LANES) * 4
+    total += min(some, _ROWS) * min(deep, _up(q.block_k or 1024, _LANES)) * 4
+    if q.rhs_dtype != weights:
+        total += 256 * 512 * 4
+    if ready == np.float32 or tn == 1:
+        total += 2 * (some + _up(step, _LANES)) * min(deep, _PIECE_F32) * 4
     return total + 2 * _MIB
 
 
+def _acc_columns(q: Problem, tn: int, tk: int, step: int) -> int:
+    if tk < q.k:
+        return tn
+    if q.block_k is None or q.block_k >= tk:
+        return 0
+    return min(tn, max(_AHEAD_COLUMNS // step, 1) * step)
+
+
+_AHEAD_COLUMNS = 2048  # columns whose products the quantization of a lhs is spread over
+_SUB = 256  # rows of one run through the program, more than that is a loop
 _ROWS = 128  # rows that are quantized or converted at a time
 _PIECE_F32 = 1024  # contraction elements of one float32 product
 
 
-def _cost(q: Problem, chip: Chip, tm: int, tn: int, tk: int) -> float:
+def _cost(q: Problem, chip: Chip, tm: int, tn: int, tk: int, sub: int) -> float:
     """Cycles of a call, roughly: the larger of MXU and HBM time, and what a grid step costs."""
     rows = q.m if q.rows is None else min(q.rows, q.m)
     lhs, rhs = q.mxu_dtypes
-    ready, _ = dot_dtypes(lhs, rhs, chip)
+    ready, weights = dot_dtypes(lhs, rhs, chip)
     passes = {1: 0.5, 2: 1.0, 4: 6.0}[ready.itemsize]
-    visits = rows / tm + min(q.g, max(rows, 1))  # one boundary a group
+    groups = max(min(q.g, rows), 1)
     n_tiles, k_tiles = -(-q.n // tn), -(-q.k // tk)
     width = chip.mxu_width
-    flops = 2.0 * visits * max(tm, 64) * _up(q.k, _LANES) * n_tiles * _up(tn, width) * passes
-    mxu = flops / chip.mxu_flops_per_cycle
-    weights = q.k * q.n * q.rhs_dtype.itemsize
-    traffic = n_tiles * (rows + q.g * tm / 2) * q.k * q.lhs_dtype.itemsize
-    traffic += (q.g if k_tiles == 1 else visits) * weights
-    traffic += rows * q.n * q.out_dtype.itemsize
+    # A group fills its last rows up to sub; half of the groups lie across a tile's edge.
+    runs = rows / sub + groups * (0.5 + 0.5 * (tm < q.m))
+    visits = rows / tm + groups
+    deep, wide = _up(q.k, _LANES), _up(tn, width)
+    # Loading the weights into the MXU costs as much as half of its width in rows.
+    mxu = 2.0 * (sub + width / 2) * deep * wide * passes / chip.mxu_flops_per_cycle
     vector = 0.0
     if q.qdtype is not None or q.scale_form == "fold":
-        vector = n_tiles * visits * tm * q.k * 6 / 4096
+        vector = sub * deep * 5 / 4096
+    if q.block_k is not None:
+        vector += sub * wide * 2 * (-(-q.k // q.block_k)) / 4096
+    cycles = runs * n_tiles * (max(mxu, vector) + 0.25 * min(mxu, vector) + 100)
+    if q.rhs_dtype != weights:
+        cycles += (groups if k_tiles == 1 else visits) * q.k * q.n * 8 / 4096
+    traffic = n_tiles * (rows + groups * tm / 2) * q.k * q.lhs_dtype.itemsize
+    traffic += (groups if k_tiles == 1 else visits) * q.k * q.n * q.rhs_dtype.itemsize
+    traffic += rows * q.n * q.out_dtype.itemsize
     hbm = traffic / chip.hbm_bytes_per_cycle
-    return max(mxu + 0.5 * vector, hbm) + 600.0 * visits * n_tiles * k_tiles
+    # The weights of a group are fetched while the last tile of the one before it is handled.
+    fetch = q.k * tn * q.rhs_dtype.itemsize / chip.hbm_bytes_per_cycle
+    stall = groups * n_tiles * max(0.0, fetch - cycles / (visits * n_tiles))
+    return max(cycles + stall, hbm) + 500.0 * visits * n_tiles * k_tiles
 
 
 def _row_tiles(q: Problem, chip: Chip):
     """Candidates for tm."""
-    sizes = [t for t in (512, 256, 128, 64, 32) if t < q.m]
-    return ([q.m] if q.m <= 512 else []) + sizes
+    sizes = [t for t in (1024, 512, 256, 128, 64, 32) if t < q.m]
+    return ([q.m] if q.m <= _SUB else []) + sizes
 
 
 def _column_tiles(n: int):
@@ -200,14 +231,15 @@ def _choose(q: Problem, chip: Chip) -> Tiles:
                 step = tn if tn < 512 or tn % _LANES else 512
                 while tn % step:
                     step -= _LANES
-                vmem = _vmem_bytes(q, chip, tm, tn, tk, step)
+                sub = _SUB if tm > _SUB and tk == q.k else tm
+                vmem = _vmem_bytes(q, chip, tm, tn, tk, sub, step)
                 if vmem > chip.vmem_bytes:
                     continue
                 if max_visits(q.batches, q.m, q.g, tm) + 8 * q.batches * q.g > _MAX_TABLE:
                     continue
-                cost = _cost(q, chip, tm, tn, tk)
+                cost = _cost(q, chip, tm, tn, tk, sub)
                 if cost < best_cost:
-                    best, best_cost = Tiles(tm, tn, tk, step, vmem), cost
+                    best, best_cost = Tiles(tm, tn, tk, sub, step, vmem), cost
         if best is not None:
             return best  # fewer k tiles always win: each re-reads the weights for every visit
     raise ValueError(
@@ -359,6 +391,16 @@ class _Spec:
         return q.scale_form == "full" or q.rhs_dtype != self.dtypes[1] or self.masked
 
     @property
+    def ahead(self) -> bool:
+        """Whether the lhs is quantized block by block between the products."""
+        return self.block_k is not None and self.block_k < self.t.tk
+
+    @property
+    def acc_columns(self) -> int:
+        """The first output columns, whose partial sums wait in ``acc``."""
+        return _acc_columns(self.q, self.t.tn, self.t.tk, self.t.step)
+
+    @property
     def block_k(self) -> int | None:
         """Contraction elements of one in-kernel scale, within a k tile."""
         return None if self.q.block_k is None else min(self.q.block_k, self.t.tk)
@@ -432,31 +474,124 @@ def _pieces(spec: _Spec):
     ]
 
 
-def _make_lhs(spec: _Spec, kt, refs):
-    """Fills ``ready`` (and ``steps``) from the lhs block."""
+def _absmax(values):
+    """float32 [rows, 1], the largest magnitude of each row; NaN where a row has one."""
+    columns = values.shape[1]
+    # First over whole registers, as far as it goes: a register holds 128 columns of float32 or 256
+    # of bf16 (of half the rows), and only the last one needs the slow reduction across lanes.
+    width = _LANES * 4 // values.dtype.itemsize
+    parts = [values[:, c0:c1] for c0, c1 in _ranges(columns, width)]
+    odd = parts.pop() if columns % width else None
+    tops = []
+    if parts:
+        top = _tree_max([jnp.abs(x) for x in parts]).astype(jnp.float32)
+        tops.append(_tree_max([top[:, c0:c1] for c0, c1 in _ranges(width, _LANES)]))
+    if odd is not None:
+        tops.append(jnp.abs(odd.astype(jnp.float32)))
+    return _tree_max([jnp.max(x, axis=1, keepdims=True) for x in tops])
+
+
+def _tree_max(values):
+    while len(values) > 1:
+        pairs = [jnp.maximum(x, y) for x, y in zip(values[::2], values[1::2])]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
+
+
+def _values(spec: _Spec, kt, refs, rows, columns):
+    """Some of the lhs block, float32 where anything is to be done to it."""
     q, t = spec.q, spec.t
-    width = spec.block_k or min(t.tk, 1024)
-    for r0, r1 in _ranges(t.tm, _ROWS):
-        for block, (c0, c1) in enumerate(_ranges(t.tk, width)):
-            values = refs["lhs"][r0:r1, c0:c1]
-            if q.qdtype is not None or q.scale_form == "fold" or spec.masked:
-                values = values.astype(jnp.float32)
-            if q.scale_form == "fold":
-                values = values * refs["rhs_scale"][0:1, c0:c1]
-            if spec.masked:
-                column = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
-                left = _I(q.k - c0) - kt * _I(t.tk)
-                values = jnp.where(column < left, values, np.float32(0))
-            if q.qdtype is not None:
-                if spec.block_k is None:
-                    scale = numerics.fixed_scale(spec.bound, q.qdtype)
-                    inverse = np.float32(1) / scale
-                else:
-                    absmax = jnp.max(jnp.abs(values), axis=1, keepdims=True)
-                    refs["steps"][block, r0:r1, :] = numerics.block_scale(absmax, q.qdtype)
-                    inverse = numerics.block_inverse(absmax, q.qdtype)
-                values = numerics.round_to(values * inverse, q.qdtype)
-            refs["ready"][r0:r1, c0:c1] = widen(values, spec.dtypes[0])
+    (r0, r1), (c0, c1) = rows, columns
+    values = refs["lhs"][r0:r1, c0:c1]
+    if q.qdtype is not None or q.scale_form == "fold" or spec.masked:
+        values = values.astype(jnp.float32)
+    if q.scale_form == "fold":
+        values = values * refs["rhs_scale"][0:1, c0:c1]
+    if spec.masked:
+        column = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
+        left = _I(q.k - c0) - kt * _I(t.tk)
+        values = jnp.where(column < left, values, np.float32(0))
+    return values
+
+
+def _make_lhs(spec: _Spec, kt, refs, rows, columns):
+    """Fills ``ready`` from some rows and columns of the lhs block, without scales of its own."""
+    (r0, r1), (c0, c1) = rows, columns
+    values = _values(spec, kt, refs, rows, columns)
+    if spec.q.qdtype is not None:
+        scale = numerics.fixed_scale(spec.bound, spec.q.qdtype)
+        values = numerics.round_to(values * (np.float32(1) / scale), spec.q.qdtype)
+    refs["ready"][r0:r1, c0:c1] = widen(values, spec.dtypes[0])
+
+
+def _block_steps(spec: _Spec, kt, refs, block: int, columns, parts: int):
+    """Fills ``ready`` and ``steps`` from a block of the contraction: a list of small tasks.
+
+    The absmax of a row comes out of its reduction in all lanes of a register. For the arithmetic
+    on it, lane i of one register collects the 8 rows from 8 * i on, and gives them back after.
+    """
+    q, t = spec.q, spec.t
+    dense = t.sub % 32 == 0 and t.sub <= 8 * _LANES
+    height = t.sub if not dense else max(32, _up(-(-t.sub * 2 // max(parts, 2)), 32))
+    state = {}
+
+    def measure(r0, r1):
+        c0, c1 = columns
+        plain = q.scale_form != "fold" and not spec.masked
+        if plain and (q.lhs_dtype == np.float32 or spec.chip.bf16_vector):
+            top = _absmax(refs["lhs"][r0:r1, c0:c1])
+        else:
+            top = _absmax(_values(spec, kt, refs, (r0, r1), columns))
+        if not dense:
+            state["top"] = top
+            return
+        lane = jax.lax.broadcasted_iota(jnp.int32, (8, _LANES), 1)
+        for r in range(r0, r1, 8):
+            one = jnp.broadcast_to(top[r - r0 : r - r0 + 8], (8, _LANES))
+            old = state.get("top")
+            state["top"] = one if old is None else jnp.where(lane == _I(r // 8), one, old)
+
+    def convert(r0, r1):
+        if "scale" not in state:
+            state["scale"] = numerics.block_scale(state["top"], q.qdtype)
+            state["inverse"] = numerics.block_inverse(state["top"], q.qdtype)
+
+        def spread(x):
+            if not dense:
+                return jnp.broadcast_to(x, (r1 - r0, _LANES))
+            return jnp.concatenate(
+                [jnp.broadcast_to(x[:, r // 8 : r // 8 + 1], (8, _LANES)) for r in range(r0, r1, 8)]
+            )
+
+        refs["steps"][block, r0:r1, :] = spread(state["scale"])
+        values = _values(spec, kt, refs, (r0, r1), columns)
+        values = values * _across(spread(state["inverse"]), values.shape[1])
+        if q.qdtype == np.int8:
+            values = numerics.round_to(values, q.qdtype)
+        else:
+            # As round_to, whose clip changes nothing here: the absmax may exceed the maximum of the
+            # type by a few units in the last place, and the conversion rounds it to the maximum.
+            values = values.astype(q.qdtype)
+        refs["ready"][r0:r1, slice(*columns)] = widen(values, spec.dtypes[0])
+
+    rows = _ranges(t.sub, height)
+    return [functools.partial(f, *r) for f in (measure, convert) for r in rows]
+
+
+def _loop(size: int, step: int, body):
+    """body(start, length) over [0, size): a loop, so that the code stays small, and the rest."""
+    count = size // step
+    if count == 1:
+        body(0, step)
+    elif count > 1:
+
+        def one(i, carry):
+            body(pl.multiple_of(i * _I(step), step), step)
+            return carry
+
+        jax.lax.fori_loop(_I(0), _I(count), one, _I(0))
+    if size % step:
+        body(count * step, size % step)
 
 
 def _make_rhs(spec: _Spec, kt, refs):
@@ -464,40 +599,106 @@ def _make_rhs(spec: _Spec, kt, refs):
     q, t = spec.q, spec.t
     full = q.scale_form == "full"
     rows, columns = (t.tn, t.tk) if q.transpose_rhs else (t.tk, t.tn)
-    for r0, r1 in _ranges(rows, 512):
-        for c0, c1 in _ranges(columns, 512):
-            values = refs["rhs"][r0:r1, c0:c1]
-            if full or spec.masked:
-                values = values.astype(jnp.float32)
-            if full:
-                values = values * refs["rhs_scale"][r0:r1, c0:c1]
-            if spec.masked:
-                axis, at = (1, c0) if q.transpose_rhs else (0, r0)
-                deep = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
-                left = _I(q.k - at) - kt * _I(t.tk)
-                values = jnp.where(deep < left, values, np.float32(0))
-            refs["weights"][r0:r1, c0:c1] = widen(values, spec.dtypes[1])
+
+    def block(r0, height, c0, width):
+        at = (pl.ds(r0, height), pl.ds(c0, width))
+        values = refs["rhs"][at]
+        if full or spec.masked:
+            values = values.astype(jnp.float32)
+        if full:
+            values = values * refs["rhs_scale"][at]
+        if spec.masked:
+            axis, first = (1, c0) if q.transpose_rhs else (0, r0)
+            deep = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
+            left = _I(q.k) - first - kt * _I(t.tk)
+            values = jnp.where(deep < left, values, np.float32(0))
+        refs["weights"][at] = widen(values, spec.dtypes[1])
+
+    _loop(rows, 256, lambda r, h: _loop(columns, 512, lambda c, w: block(r, h, c, w)))
 
 
-def _multiply(spec: _Spec, kt, refs, columns, emit):
-    """Products of all pieces for some columns [c0, c1); ``emit`` takes the f32 sum."""
+def _dot(spec: _Spec, kt, refs, piece, columns):
+    """float32 [tm, columns]: the product of one piece of the contraction, its scales applied."""
     q, t = spec.q, spec.t
     lhs = refs["ready"] if spec.makes_lhs else refs["lhs"]
     rhs = refs["weights"] if spec.makes_rhs else refs["rhs"]
-    c0, c1 = columns
-    total = None
-    for a, b, block, scale_block in _pieces(spec):
-        if q.transpose_rhs:
-            part = dot(lhs[:, a:b], rhs[c0:c1, a:b], (((1,), (1,)), ((), ())), spec.chip)
-        else:
-            part = dot(lhs[:, a:b], rhs[a:b, c0:c1], (((1,), (0,)), ((), ())), spec.chip)
-        if spec.block_k is not None:
-            part = part * refs["steps"][block]
-        if q.scale_form == "blocks":
-            row = kt * _I(t.tk // q.scale_block) + _I(scale_block) if spec.k_tiles > 1 else scale_block
-            part = part * refs["rhs_scale"][pl.ds(row, 1), c0:c1]
-        total = part if total is None else total + part
-    emit(total)
+    (a, b, block, scale_block), (c0, c1) = piece, columns
+    if q.transpose_rhs:
+        part = dot(lhs[:, a:b], rhs[c0:c1, a:b], (((1,), (1,)), ((), ())), spec.chip)
+    else:
+        part = dot(lhs[:, a:b], rhs[a:b, c0:c1], (((1,), (0,)), ((), ())), spec.chip)
+    if spec.block_k is not None:
+        part = part * _across(refs["steps"][block], c1 - c0)
+    if q.scale_form == "blocks":
+        row = scale_block
+        if spec.k_tiles > 1:  # the last k tile may have pieces past k, all zero
+            row = kt * _I(t.tk // q.scale_block) + _I(scale_block)
+            row = jnp.minimum(row, _I(q.k // q.scale_block - 1))
+        part = part * refs["rhs_scale"][pl.ds(row, 1), c0:c1]
+    return part
+
+
+def _across(column, width: int):
+    """[rows, width] of a column that stands in each of the 128 lanes of ``column``."""
+    if width % _LANES:
+        return jnp.broadcast_to(column[:, 0:1], (column.shape[0], width))
+    return jnp.concatenate([column] * (width // _LANES), axis=1)
+
+
+def _multiply(spec: _Spec, kt, refs, batch, last):
+    """The products of some rows of a visit and one k tile, and their end in ``out``.
+
+    A lhs that is quantized is made ready one block of the contraction ahead of the products that
+    use it, a few rows before each product: so both stand side by side in the program, one for the
+    vector unit and one for the MXU. ``acc`` takes the sums that live longer than one product.
+    """
+    t = spec.t
+    pieces = _pieces(spec)
+    columns = _ranges(t.tn, t.step)
+    blocks = _ranges(t.tk, spec.block_k or t.tk)
+    lead = [c for c in columns if c[1] <= spec.acc_columns]
+    if spec.makes_lhs and spec.block_k is None:
+        for cut in _ranges(t.tk, 1024):
+            for rows in _ranges(t.sub, _ROWS):
+                _make_lhs(spec, kt, refs, rows, cut)
+
+    def tasks(block):
+        return _block_steps(spec, kt, refs, block, blocks[block], len(lead))
+
+    if spec.block_k is not None:
+        for task in tasks(0):
+            task()
+    if spec.k_tiles > 1:
+
+        @pl.when(kt == _I(0))
+        def _clear():
+            refs["acc"][...] = jnp.zeros_like(refs["acc"])
+
+    for block, (a, b) in enumerate(blocks if lead else []):
+        todo = tasks(block + 1) if spec.ahead and block + 1 < len(blocks) else []
+        for c0, c1 in lead:
+            if todo:
+                todo.pop(0)()
+            inside = [piece for piece in pieces if a <= piece[0] < b]
+            parts = [_dot(spec, kt, refs, piece, (c0, c1)) for piece in inside]
+            if block or spec.k_tiles > 1:
+                parts.insert(0, refs["acc"][:, c0:c1])
+            total = functools.reduce(jnp.add, parts)
+            if spec.k_tiles == 1 and block + 1 == len(blocks):
+                _finish(spec, batch, refs, total, (c0, c1))
+            else:
+                refs["acc"][:, c0:c1] = total
+        for task in todo:
+            task()
+    for cut in columns[len(lead) :]:
+        parts = [_dot(spec, kt, refs, piece, cut) for piece in pieces]
+        _finish(spec, batch, refs, functools.reduce(jnp.add, parts), cut)
+    if spec.k_tiles > 1:
+
+        @pl.when(last)
+        def _end():
+            for c0, c1 in columns:
+                _finish(spec, batch, refs, refs["acc"][:, c0:c1], (c0, c1))
 
 
 def _finish(spec: _Spec, batch, refs, total, columns):
@@ -535,7 +736,7 @@ def _kernel(spec: _Spec, names, *refs):
 
     if spec.tail == "zero":
 
-        @pl.when(jnp.logical_and(jnp.logical_not(own), last))
+        @pl.when(jnp.logical_and(fresh, jnp.logical_and(jnp.logical_not(own & whole), last)))
         def _zero():
             refs["out"][...] = jnp.zeros((t.tm, t.tn), q.out_dtype)
 
@@ -548,57 +749,51 @@ def _kernel(spec: _Spec, names, *refs):
         def _weights():
             _make_rhs(spec, kt, refs)
 
-    def keeps():
-        return jnp.logical_and(jnp.logical_not(whole), jnp.logical_not(fresh))
+    batch = table.get(_BATCH, p)
+
+    def some_rows(start):
+        """Rows [start, start + sub) of the tile."""
+        here = pl.ds(start, t.sub)
+        views = {name: refs[name].at[here, :] for name in ("lhs", "out")}
+        if spec.row_scale:
+            # The scales lie along the lanes; products have their rows along the sublanes.
+            views["row_column"] = refs["row_column"].at[here, :]
+        some = refs | views
+        # Where other groups have rows, or tail="zero" put zeros, these come back afterwards.
+        cut = jnp.logical_or(start < low, start + _I(t.sub) > jnp.minimum(high, there))
+        if spec.tail != "zero":
+            cut = jnp.logical_and(cut, jnp.logical_not(fresh))
+        cut = jnp.logical_and(jnp.logical_and(cut, jnp.logical_not(whole)), last)
+
+        @pl.when(cut)
+        def _keep():
+            refs["kept"][...] = some["out"][...]
+
+        _multiply(spec, kt, some, batch, last)
+
+        @pl.when(cut)
+        def _restore():
+            row = jax.lax.broadcasted_iota(jnp.int32, (t.sub, t.tn), 0) + start
+            mine = jnp.logical_and(row >= low, row < high)
+            some["out"][...] = _select(mine, some["out"][...], refs["kept"][...])
 
     @pl.when(own)
     def _visit():
-        if spec.makes_lhs:
-            _make_lhs(spec, kt, refs)
-
-        @pl.when(jnp.logical_and(keeps(), last))
-        def _keep():
-            refs["kept"][...] = refs["out"][...]
-
         if spec.row_scale:
             refs["row_column"][...] = jnp.swapaxes(refs["row_scale"][...], 0, 1)
-        scale_batch = table.get(_BATCH, p)
-        for columns in _ranges(t.tn, t.step):
-            c0, c1 = columns
-            if spec.k_tiles == 1:
-                _multiply(
-                    spec, kt, refs, columns, lambda x, c=columns: _finish(spec, scale_batch, refs, x, c)
-                )
-            else:
+        if t.sub == t.tm:
+            some_rows(0)
+        else:
+            # From a row that float8 packing allows; the last run is moved back into the tile.
+            begin = jnp.bitwise_and(jnp.maximum(low, _I(0)), _I(-32))
+            runs = jax.lax.div(jnp.minimum(high, there) - begin + _I(t.sub - 1), _I(t.sub))
 
-                def add(x, c0=c0, c1=c1):
-                    @pl.when(kt == _I(0))
-                    def _first():
-                        refs["acc"][:, c0:c1] = x
+            def run(i, carry):
+                start = jnp.minimum(begin + i * _I(t.sub), _I(t.tm - t.sub))
+                some_rows(pl.multiple_of(start, 32))
+                return carry
 
-                    @pl.when(kt != _I(0))
-                    def _rest():
-                        refs["acc"][:, c0:c1] += x
-
-                _multiply(spec, kt, refs, columns, add)
-
-                @pl.when(last)
-                def _end(columns=columns, c0=c0, c1=c1):
-                    _finish(spec, scale_batch, refs, refs["acc"][:, c0:c1], columns)
-
-        row = jax.lax.broadcasted_iota(jnp.int32, (t.tm, t.tn), 0)
-        mine = jnp.logical_and(row >= low, row < high)
-
-        @pl.when(jnp.logical_and(keeps(), last))
-        def _restore():
-            refs["out"][...] = _select(mine, refs["out"][...], refs["kept"][...])
-
-        if spec.tail == "zero":
-
-            @pl.when(jnp.logical_and(jnp.logical_and(jnp.logical_not(whole), fresh), last))
-            def _clear():
-                out = refs["out"][...]
-                refs["out"][...] = _select(mine, out, jnp.zeros_like(out))
+            jax.lax.fori_loop(_I(0), runs, run, _I(0))
 
 
 def _select(mask, a, b):
@@ -808,17 +1003,17 @@ def gmm(x, p, *, chip: Chip, interpret=False) -> jax.Array:
         scratch.append(pltpu.VMEM(shape, dtype))
         scratch_names.append(name)
 
-    hold("kept", (t.tm, t.tn), out_dtype)
+    hold("kept", (t.sub, t.tn), out_dtype)
     if spec.makes_lhs:
-        hold("ready", (t.tm, t.tk), spec.dtypes[0])
+        hold("ready", (t.sub, t.tk), spec.dtypes[0])
     if spec.block_k is not None:
-        hold("steps", (-(-t.tk // spec.block_k), t.tm, 1), jnp.float32)
+        hold("steps", (-(-t.tk // spec.block_k), t.sub, _LANES), jnp.float32)
     if spec.makes_rhs:
         hold("weights", rhs_block[1:], spec.dtypes[1])
     if spec.row_scale:
         hold("row_column", (t.tm, 1), jnp.float32)
-    if spec.k_tiles > 1:
-        hold("acc", (t.tm, t.tn), jnp.float32)
+    if spec.acc_columns:
+        hold("acc", (t.sub, spec.acc_columns), jnp.float32)
 
     expected = batches * m if p.expected_rows is None else p.expected_rows
     used = min(batches * g, math.prod(rhs.shape[:-2]), max(expected, 1))
