@@ -261,13 +261,27 @@ def lower(program: Program, target: str):
         return jax.jit(program.fn).lower(*jax.tree.map(placed, program.args))
 
 
+def _text(compiled) -> str:
+    import jax
+
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError as e:
+        if "async-update" not in str(e):
+            raise
+        raise SystemExit(
+            f"jaxlib {jax.__version__} cannot read this program back: libtpu made an operation"
+            " asynchronous in a form that it does not know. A newer jax prints it."
+        ) from None
+
+
 def stage_text(program: Program, stage: str, target: str) -> str:
     if stage == "jaxpr":
         import jax
 
         return str(jax.make_jaxpr(program.fn)(*program.args))
     lowered = lower(program, target)
-    return lowered.as_text() if stage == "stablehlo" else lowered.compile().as_text()
+    return lowered.as_text() if stage == "stablehlo" else _text(lowered.compile())
 
 
 # ---------------------------------------------------------------------------------- summary
