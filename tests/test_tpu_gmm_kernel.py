@@ -272,7 +272,9 @@ class VisitsTest(parameterized.TestCase):
         starts, ends = cuts[:, 0::2], cuts[:, 1::2]
         want, tiles, before = [], -(-m // tm), 0
         for b, t in itertools.product(range(batches), range(tiles)):
-            here = [e for e in range(g) if max(starts[b, e], t * tm) < min(ends[b, e], (t + 1) * tm)]
+            here = [
+                e for e in range(g) if max(starts[b, e], t * tm) < min(ends[b, e], (t + 1) * tm)
+            ]
             want += [(b * tiles + t, 1 + b * g + e, True) for e in here]
             before = want[-1][1] if want else 0
             if gaps and not here:

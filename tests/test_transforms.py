@@ -44,7 +44,8 @@ class AbstractEvalTest(parameterized.TestCase):
     def test_shape_and_dtype(self, case):
         a, b = helpers.as_jax(case.arrays())
         out = jax.eval_shape(case.function(), a, b, case.kwargs()["group_sizes"])
-        self.assertEqual(out.shape, case.reference().shape if case.shape[0] < 1000 else out.shape)
+        m, k, n, g = case.shape
+        self.assertEqual(out.shape, (m, n) if case.op == "gmm" else (g, k, n))
         self.assertFalse(out.weak_type)
 
     def test_shape_arithmetic_beyond_32_bits(self):
@@ -129,7 +130,7 @@ class GradientTest(parameterized.TestCase):
     def test_equals_reference(self, case):
         self._check(case, "xla")
 
-    @helpers.named(cases.select(tag="grad", op="gmm")[::4])
+    @helpers.named(cases.select(tag="grad", op="gmm")[::6])
     def test_equals_reference_interpreted(self, case):
         self._check(case, "interpret")
 
@@ -147,7 +148,7 @@ class GradientTest(parameterized.TestCase):
 
         with fp8.use_lowering(lowering):
             args = carrier(wide(lhs)), carrier(wide(rhs))
-            out, pull = jax.vjp(call, *args)
+            out = jax.eval_shape(call, *args)
             rng = np.random.default_rng(0)
             dout = rng.standard_normal(out.shape).astype(out.dtype)
             grads = jax.jit(lambda a, b, d: jax.vjp(call, a, b)[1](d))(*args, jnp.asarray(dout))
@@ -155,7 +156,6 @@ class GradientTest(parameterized.TestCase):
             self.assertEqual(got.dtype, arg.dtype)
             eps = float(jnp.finfo(got.dtype).eps) if got.dtype.itemsize < 4 else 0
             helpers.assert_close(got, want, max(case.tolerance, 2e-5, 2 * eps))
-        del pull
 
     @parameterized.parameters(None, cases.DEFAULT, fp8.QuantRecipe(backward="dense"))
     def test_against_einsum(self, recipe):

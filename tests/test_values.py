@@ -1,5 +1,7 @@
 """Every row of the table equals its reference, under each lowering; the tail changes no bit."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,13 @@ import fp8moe_prims as fp8
 from tests import cases, helpers
 
 
+_jitted = functools.cache(lambda case: jax.jit(case.function()))
+
+
 def _run(case, lowering, jit=True, lhs=None, second=None):
     a, b = case.arrays()
     a, b = a if lhs is None else lhs, b if second is None else second
-    fn = jax.jit(case.function()) if jit else case.function()
+    fn = _jitted(case) if jit else case.function()
     with fp8.use_lowering(lowering):
         return np.asarray(fn(*helpers.as_jax((a, b)), case.kwargs()["group_sizes"]))
 
@@ -29,11 +34,11 @@ class ValuesTest(parameterized.TestCase):
         out = _run(case, "interpret")
         helpers.assert_close(out, case.reference(), _tolerance(case, out))
 
-    @helpers.named(cases.select(tag="grad")[::4])
+    @helpers.named(cases.select(tag="grad")[::8])
     def test_eager(self, case):
         helpers.assert_same_bits(_run(case, "auto", jit=False), _run(case, "auto"))
 
-    @helpers.named(c for c in cases.select(tag="grad") if not c.valid.all())
+    @helpers.named([c for c in cases.select(tag="grad") if not c.valid.all()][::2])
     def test_tail_changes_no_bit(self, case):
         clean = _run(case, "xla")
         for value in (np.nan, np.inf, 3e38):
@@ -43,7 +48,7 @@ class ValuesTest(parameterized.TestCase):
                 second = helpers.poisoned(second, case.valid, value)
             helpers.assert_same_bits(_run(case, "xla", lhs=lhs, second=second), clean)
 
-    @helpers.named([c for c in cases.select(tag="grad") if not c.valid.all()][::5])
+    @helpers.named([c for c in cases.select(tag="grad") if not c.valid.all()][::6])
     def test_tail_changes_no_bit_interpreted(self, case):
         clean = _run(case, "interpret")
         lhs, second = case.arrays()
