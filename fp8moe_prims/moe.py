@@ -5,7 +5,7 @@ axis, sorted by expert into the ragged buffer (gather), multiplied by the gate a
 (one gmm over both), activated and quantized per row, multiplied by the down projection, and each
 token's rows are weighted and summed (gather_reduce); partial results are reduce-scattered back.
 
-    x [t, d] -> quantize -> all_gather -> gather -> gmm -> glu -> gmm -> gather_reduce -> psum_scatter
+    x -> quantize -> all_gather -> gather -> gmm -> glu -> gmm -> gather_reduce -> psum_scatter
 
 Backward, the weight gradients read what the forward pass left in fp8: the sorted tokens and the
 activation, each with its row scale. Of the activation h = [gate, up] is saved in the dtype of x, 4f

@@ -65,7 +65,7 @@ def _eqns(jaxpr):
 
 
 class UnquantizedTest(parameterized.TestCase):
-    @parameterized.product(shards=[1, 2, 4, 8], one_expert=[False, True])
+    @parameterized.parameters((1, False), (1, True), (2, True), (4, False), (8, True))
     def test_equals_dense_layer(self, shards, one_expert):
         args = _inputs(one_expert=one_expert)
         layer = _layer(MoEConfig(E, K, recipe=None), shards)
@@ -85,7 +85,7 @@ class UnquantizedTest(parameterized.TestCase):
             stats["needed_factor"], per_shard.max() / (T * K / shards), rtol=1e-6
         )
 
-    @parameterized.parameters(1, 2, 4)
+    @parameterized.parameters(1, 4)
     def test_a_buffer_that_drops(self, shards):
         args = _inputs()
         factor = 0.75
@@ -128,12 +128,12 @@ class QuantizedTest(parameterized.TestCase):
     def test_expert_parallel_equals_one_device(self):
         args = _inputs()
         want = _grads(lambda *a: _layer(MoEConfig(E, K))(*a)[0], args)
-        for shards in (2, 8):
+        for shards in (4,):
             got = _grads(lambda *a: _layer(MoEConfig(E, K), shards)(*a)[0], args)  # noqa: B023
             for a, b in zip(got, want, strict=True):
                 helpers.assert_close(a, b, 2e-5)
 
-    @parameterized.parameters(1, 4)
+    @parameterized.parameters(4)
     def test_before_and_after_all_gather_agree(self, shards):
         """With a fixed range the tokens are the same values, quantized early or late."""
         recipe = fp8.QuantRecipe(act_calibration="fixed,-8,8")
@@ -199,8 +199,9 @@ class QuantizedTest(parameterized.TestCase):
 
     def test_two_steps_in_poisoned_memory(self):
         """Interpreted: whatever no kernel wrote is NaN, and nothing clears the buffer."""
-        config = MoEConfig(E, K)
-        args = _inputs()
+        config = MoEConfig(4, K)
+        x, logits, *weights = _inputs()
+        args = [x[:24], logits[:24, :4], *(w[:4] for w in weights)]
 
         def step(args):
             grads = jax.grad(lambda *a: jnp.sum(moe_ffn(*a, config=config)[0] ** 2), range(5))(
