@@ -133,7 +133,7 @@ class QuantizedTest(parameterized.TestCase):
             for a, b in zip(got, want, strict=True):
                 helpers.assert_close(a, b, 2e-5)
 
-    @parameterized.parameters(4)
+    @parameterized.parameters((4,))
     def test_before_and_after_all_gather_agree(self, shards):
         """With a fixed range the tokens are the same values, quantized early or late."""
         recipe = fp8.QuantRecipe(act_calibration="fixed,-8,8")

@@ -288,7 +288,8 @@ class ControlFlowTest(parameterized.TestCase):
         with fp8.use_lowering(lowering):
             run = lambda wrap: jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(a, stack, wrap)
             got = run(lambda f: jax.checkpoint(f, policy=policy))
-        want = run(lambda f: f)
+            # Of the same lowering: another's sums round differently, and so may the next layer.
+            want = run(lambda f: f)
         for x, y in zip(got, want, strict=True):
             helpers.assert_close(x, y, 1e-5)
 
