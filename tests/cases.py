@@ -134,7 +134,7 @@ class Case:
         lhs, rhs = self.arrays()
         recipe = self.recipe or fp8.QuantRecipe(None, None, None)
         contraction, output = (1, 2) if self.transpose_rhs else (2, 1)
-        weights, fold = self.rhs_values(rhs, recipe), None
+        weights = self.rhs_values(rhs, recipe)
         scale = self._contraction_scale(rhs, recipe, contraction, output)
         bound = _bound(recipe.grad_calibration)
         dy = np.asarray(dout).astype(np.float32)

@@ -131,7 +131,7 @@ class BatchingTest(parameterized.TestCase):
 
 
 class GradientTest(parameterized.TestCase):
-    @helpers.named(cases.select(tag="grad", op="gmm"))
+    @helpers.named(cases.select(tag="grad", op="gmm")[::2])
     def test_equals_reference(self, case):
         self._check(case, "xla")
 

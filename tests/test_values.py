@@ -29,7 +29,7 @@ class ValuesTest(parameterized.TestCase):
         out = _run(case, "xla")
         helpers.assert_close(out, case.reference(), _tolerance(case, out))
 
-    @helpers.named(cases.select(tag="interpret")[::2])
+    @helpers.named(cases.select(tag="interpret")[::4])
     def test_interpret(self, case):
         out = _run(case, "interpret")
         helpers.assert_close(out, case.reference(), _tolerance(case, out))
@@ -58,7 +58,7 @@ class ValuesTest(parameterized.TestCase):
         helpers.assert_same_bits(_run(case, "interpret", lhs=lhs, second=second), clean)
 
     @pytest.mark.sweep
-    @helpers.named(cases.select(sweep=True))
+    @helpers.named(cases.select(sweep=True) + cases.select(tag="interpret"))
     def test_sweep(self, case):
         for lowering in ("xla", "interpret"):
             helpers.assert_close(_run(case, lowering), case.reference(), case.tolerance)
