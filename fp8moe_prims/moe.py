@@ -48,10 +48,9 @@ class MoEConfig:
       ragged_buffer_factor: rows of the buffer, as a multiple of the balanced number (tokens of all
         shards * top_k / shards); rows beyond are dropped, last expert first. <= 0: the worst case,
         nothing is ever dropped.
-        ``jax.checkpoint(layer, policy=moe.save_sorted_inputs_policy)`` keeps them and runs neither
-        gather nor sort again.
-      ring_cotangent_all_gather: the backward pass of the combine's reduce-scatter runs the ring
-        kernel.
+      quantize_before_all_gather: tokens travel and are sorted in fp8; False: in their own dtype, and
+        are quantized inside the kernels.
+      ring_cotangent_all_gather: reserved for the ring kernels; jax.lax collectives run either way.
       save_sorted_inputs: name the sorted tokens and the routing (SAVED_NAMES), so that
         ``jax.checkpoint(layer, policy=moe.save_sorted_inputs_policy)`` keeps them, and runs neither
         gather nor sort again.
