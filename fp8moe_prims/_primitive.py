@@ -304,7 +304,7 @@ def _body(p, platform, lowering, device_kind, operands, params):
     where = p.lowerings["tpu"] if use_tpu else p.lowerings[platform if platform != "tpu" else "cpu"]
     module, _, function = where.partition(":")
     fn = getattr(importlib.import_module("fp8moe_prims.lowering." + module), function)
-    if not use_tpu:
+    if where.startswith("xla."):  # some primitives have no kernel and are XLA on TPU too
         return fn(operands, params, platform=platform)
     from fp8moe_prims.lowering.tpu.chip import chip_of
 

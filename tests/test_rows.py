@@ -158,6 +158,11 @@ class GradientTest(parameterized.TestCase):
                 )
                 helpers.assert_close(jax.jit(f)(h), jax.jit(g)(h), 1e-4)
 
+    def test_scatter_has_no_kernel_and_runs_beside_those(self):
+        """A primitive whose lowering on TPU is XLA's, in a program of interpreted kernels."""
+        case = next(c for c in CASES if c.name == "reduce/partial")
+        self._check(case, "interpret")
+
     @parameterized.parameters(2.0**10, 2.0**-14)
     def test_loss_scale_passes_a_quantized_gather(self, factor):
         case = next(c for c in CASES if c.name == "gather/inverse/k2d128")
