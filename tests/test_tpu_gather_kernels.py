@@ -2,19 +2,17 @@
 
 import types
 
-from absl.testing import absltest
-from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl.testing import absltest, parameterized
 from jax.experimental.pallas import tpu as pltpu
 
 from fp8moe_prims.lowering.tpu import ragged_gather as gather
 from fp8moe_prims.lowering.tpu import ragged_gather_dot as gather_dot
 from fp8moe_prims.lowering.tpu import ragged_gather_reduce as gather_reduce
 from fp8moe_prims.lowering.tpu import rows
-from fp8moe_prims.lowering.tpu.chip import CHIPS
-from fp8moe_prims.lowering.tpu.chip import SAFE
+from fp8moe_prims.lowering.tpu.chip import CHIPS, SAFE
 
 _F32 = np.dtype(np.float32)
 _BF16 = np.dtype(jnp.bfloat16)
@@ -93,14 +91,14 @@ def _small(rng, shape, dtype):
 class RaggedGatherTest(parameterized.TestCase):
     @parameterized.named_parameters(
         # name, dtype, t, m, d, weights, scale, chip, expected rows
-        ("e4m3_scaled", _E4M3, 43, 70, 200, True, True, "v7x", None),
-        ("int8", _INT8, 33, 40, 520, False, False, "safe", None),
-        ("bf16_packed", _BF16, 9, 70, 129, True, False, "v7x", None),
-        ("bf16_direct", _BF16, 40, 70, 256, False, False, "v5e", 8),
+        ("e4m3_scaled", _E4M3, 35, 40, 200, True, True, "v7x", None),
+        ("int8", _INT8, 33, 40, 130, False, False, "safe", None),
+        ("bf16_packed", _BF16, 9, 40, 129, True, False, "v7x", None),
+        ("bf16_direct", _BF16, 40, 70, 128, False, False, "v5e", 8),
         ("f32_direct", _F32, 16, 40, 128, True, False, "v7x", None),
     )
     def test_moves(self, dtype, t, m, d, weighted, scaled, chip, expected):
-        """Bits and zero rows, over ranges: whole, partial, one tile, empty, reversed."""
+        """Bits and zero rows, over ranges: whole, partial, reversed."""
         rng = np.random.RandomState(0)
         x = _small(rng, (t, d), dtype)
         if not weighted or scaled:
@@ -110,7 +108,7 @@ class RaggedGatherTest(parameterized.TestCase):
         weights = rng.randint(-9, 9, m).astype(np.float32) / 4 if weighted else None
         scale = np.exp2(rng.permutation(t) - t // 2).astype(np.float32)[:, None] if scaled else None
         run = _runner("gather", dtype, chip=chip, expected_rows=expected)
-        for start, end in ((0, m), (3, m - 5), (33, 39), (m, 0)):
+        for start, end in ((0, m), (3, m - 5), (m, 0)):
             got = run(
                 x=x,
                 indices=indices,
@@ -168,10 +166,12 @@ class RaggedGatherReduceTest(parameterized.TestCase):
         ("dot_e4m3_scaled", "dot", _E4M3, _F32, 41, 96, 1, False, True, "v7x"),
     )
     def test_sums(self, op, dtype, out_dtype, m, d, top_k, weighted, scaled, chip):
-        """NaN outside the range; indices of any value; ranges whole, partial, empty, reversed."""
+        """NaN outside the range; indices of any value; ranges whole, partial, reversed."""
         rng = np.random.RandomState(2)
-        t = 37
+        t = 33
         y = _small(rng, (m, d), dtype)
+        if dtype == _F32 and not weighted:  # sums that depend on their order
+            y = rng.randn(m, d).astype(np.float32)
         indices = rng.randint(-2, m + 2, (t, top_k)).astype(np.int32)
         indices[3], indices[:, 0][5] = -1, 2**31 - 1
         weights = rng.randint(1, 200, (t, top_k)).astype(np.float32) / 64 if weighted else None
@@ -252,10 +252,12 @@ class RowsTest(absltest.TestCase):
                 for _ in range(parts)
             ]
             once = rows.exchange(words)
-            for b, q in np.ndindex(parts, parts):
-                of = lambda x, part: np.asarray(x).view(f"u{4 // parts}")[:, part::parts]
-                np.testing.assert_array_equal(of(once[q], b), of(words[b], q))
-            for word, twice in zip(words, rows.exchange(once)):
+            split = lambda x: np.stack([np.asarray(v) for v in x])
+            before, after = (
+                split(x).view(f"u{4 // parts}").reshape(parts, 8, 128, parts) for x in (words, once)
+            )
+            np.testing.assert_array_equal(after, before.transpose(3, 1, 2, 0))
+            for word, twice in zip(words, rows.exchange(once), strict=True):
                 np.testing.assert_array_equal(twice, word)
 
 

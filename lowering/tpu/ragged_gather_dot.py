@@ -1,6 +1,7 @@
 """The router weights' gradient on TPU: out[b, t, j] = <a[b, t], y[b, indices[b, t, j]]>.
 
-One kernel with the combine: see ragged_gather_reduce.py. Zero where an index is not in [start, end).
+One kernel with the combine, see ragged_gather_reduce.py. Zero where an index is not in
+[start, end).
 """
 
 import jax

@@ -3,38 +3,43 @@
     y [*by, m, d], y_scale None | float32 [*by, m | 1, 1], indices int32 [*bi, t, top_k],
     start, end int32 [*bs]  ->  out [*B, t, d]
 
-over the j with start <= indices < end, in float32, in the order of j. `ragged_gather_dot` shares the
-kernel; its result is the dot product of each of these rows with a row of a [*ba, t, d].
+over the j with start <= indices < end, in float32, in the order of j. `ragged_gather_dot` shares
+the kernel; its result is the dot product of each of these rows with a row of a [*ba, t, d].
 
-Slots. The valid j of a token are moved to its first slots, in order, by XLA operations on [t, top_k]
-numbers; so a token costs what it has valid rows, and the order of the sum stays. The grid is
-(B, tiles of ``tile`` tokens). A step starts the copies of the next tile's rows, one per slot in use,
-waits for its own, and goes through groups of 8, 16 or 32 tokens (what fills a register of the types
-involved); a group takes the body for the most slots that any of its tokens uses:
+Slots. The valid j of a token are moved to its first slots, in order, by XLA operations on
+[t, top_k] numbers; so a token costs what it has valid rows, and the order of the sum stays. The
+grid is (B, tiles of ``tile`` tokens). A step starts the copies of the next tile's rows, one per
+slot in use, waits for its own, and goes through groups of 8, 16 or 32 tokens (what fills a register
+of the types involved); a group takes the body for the most slots that any of its tokens uses:
 
     for each chunk of 128 words:    for each slot:   sum += where(used, value, 0) * weight
 
     table      SMEM int32 [1, 1, top_k * tile + groups + 1]   of this tile and of the next one:
                source row of slot s of token i at s * tile + i, or -1; the most slots that a token
                of each group uses; the copies of the tile
-    weights    [tile, top_k + 1 (+ top_k)]        of the slots, the token's count, and the shifts
-               that pick the row from a pair
+    columns    float32 [1, 1 + top_k (to 8), 128]   tokens along lanes: how many slots each uses,
+               and at bit 8 + s whether slot s is the odd row of its pair; the slots' weights.
+               Transposed in scratch for the kernel, as the dot products are on the way out
     buffer     [2 * top_k * tile slots, ...]      rows as fetched, by the step's parity
 
-y is the big buffer and must not be relaid out: float32 and 16-bit rows are fetched from it as it is,
-4 d bytes a row (see rows.py); 1-byte rows, and where d is not a multiple of 128 or m of 8 or each
-row has a scale, go through row words of the rows in [start, end).
+y is the big buffer and must not be relaid out: float32 and bfloat16 rows are fetched from it as it
+is, 4 d bytes a row (see rows.py). 1-byte rows, and where d is not a multiple of 128 or m of 8 or
+each row has a scale, go through row words of the rows in [start, end): 3 d bytes a row of float8.
+float16 is widened to float32 first, by XLA, all of it: Mosaic has no such type.
+
+On v7x with d = 7168, bfloat16 and top_k 8 in full use, a row takes 8 cycles of scalar work to start
+its copy and 10 of vector work; HBM takes 18, the output's share included.
 """
 
 import dataclasses
 import math
 
 import jax
-from jax import lax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-import numpy as np
 
 from fp8moe_prims.lowering import numerics
 from fp8moe_prims.lowering.tpu import rows
@@ -81,6 +86,10 @@ class _Config:
     @property
     def table_width(self) -> int:
         return self.top_k * self.tile + self.tile // self.group + 1
+
+    @property
+    def columns_height(self) -> int:
+        return rows.round_up(1 + self.top_k, 8)
 
 
 def _start_tile(c: _Config, table, source, buffer, slot, semaphore):
@@ -159,24 +168,26 @@ def _row_scale(c: _Config, buffer, slot):
     return pltpu.bitcast(_joined(parts), jnp.float32)
 
 
-def _body(c: _Config, slots: int, buffer, slot, row, weights, a, scale, out):
+def _body(c: _Config, slots: int, buffer, slot, row, columns, a, scale, out):
     """The tokens [row, row + group) of a tile, of which none uses more than ``slots`` slots."""
     w, tokens = c.w, pl.ds(row, c.group)
     lanes = lambda v: jnp.broadcast_to(v, (c.group, LANES))
-    table = weights[tokens, :]
+    table = columns[tokens, :]
     column = lambda i: lanes(table[:, i : i + 1])
-    count = column(c.top_k)
-    used = [count > np.float32(s) for s in range(slots)]
+    word = column(0).astype(jnp.int32)
+    count = word & _I32(255)
+    used = [count > _I32(s) for s in range(slots)]
     at = [slot + _I32(s * c.tile) + row for s in range(slots)]
-    factors = [column(s) for s in range(slots)] if c.weighted else None
+    factors = [column(1 + s) for s in range(slots)] if c.weighted else None
     scales, shifts = None, [None] * slots
     if w.scaled:
         scales = [_row_scale(c, buffer, s) for s in at]
-        scales = [jnp.where(u, s, jnp.zeros_like(s)) for u, s in zip(used, scales)]
+        scales = [jnp.where(u, s, jnp.zeros_like(s)) for u, s in zip(used, scales, strict=True)]
     elif c.tensor_scale:
         scales = [jnp.full((c.group, LANES), scale, jnp.float32)] * slots
     if w.paired:
-        shifts = [column(c.top_k + 1 + s).astype(jnp.int32) for s in range(slots)]
+        # 16 brings the even row of a pair to the high half of its word.
+        shifts = [(~word >> _I32(4 + s)) & _I32(16) for s in range(slots)]
     bits = _I32(-0x10000 if w.per == 2 else -1)
     masks = [jnp.where(u, bits, _I32(0)) for u in used]
 
@@ -184,7 +195,7 @@ def _body(c: _Config, slots: int, buffer, slot, row, weights, a, scale, out):
         for q, v in enumerate(_values(c, buffer, at[s], chunk, masks[s], shifts[s])):
             yield q, v if scales is None else v * scales[s]
 
-    def columns(q, chunk):
+    def block(q, chunk):
         return pl.ds(pl.multiple_of((chunk + _I32(q * w.chunks)) * _I32(LANES), LANES), LANES)
 
     def each_block(chunk, do):
@@ -205,7 +216,7 @@ def _body(c: _Config, slots: int, buffer, slot, row, weights, a, scale, out):
             x = total[q]
             one_byte = np.dtype(out.dtype).itemsize == 1
             x = numerics.round_to(x, out.dtype) if one_byte else x.astype(out.dtype)
-            out[tokens, columns(q, chunk)] = x
+            out[tokens, block(q, chunk)] = x
 
         each_block(chunk, store)
         return carry
@@ -235,20 +246,21 @@ def _body(c: _Config, slots: int, buffer, slot, row, weights, a, scale, out):
     if c.dot:
         zero = (jnp.zeros((c.group, LANES), jnp.float32),) * slots
         sums = _unrolled(w.chunks, dot, zero)
-        place = lax.broadcasted_iota(jnp.int32, (c.group, c.top_k), 1)
-        result = jnp.zeros((c.group, c.top_k), jnp.float32)
+        width = out.shape[1]
+        place = lax.broadcasted_iota(jnp.int32, (c.group, width), 1)
+        result = jnp.zeros((c.group, width), jnp.float32)
         for s in range(slots):
             total = jnp.broadcast_to(jnp.sum(sums[s], axis=1, keepdims=True), result.shape)
             # A NaN of a is none of a slot that is not used.
-            here = (place == _I32(s)) & (used[s][:, : c.top_k])
+            here = (place == _I32(s)) & (count[:, :width] > _I32(s))
             result = jnp.where(here, total, result)
         out[tokens, :] = result
     else:
         _unrolled(w.chunks, reduce, _I32(0))
 
 
-def _kernel(c: _Config, size, tiles, scale_of, scale, here, following, weights, a, source, out,
-            buffer, semaphores):
+def _kernel(c: _Config, size, tiles, scale_of, scale, here, following, columns, a, source, out,
+            buffer, semaphores, turned, dots=None):
     b, i = pl.program_id(0), pl.program_id(1)
     step = b * _I32(tiles) + i
     half = step & _I32(1)
@@ -268,6 +280,8 @@ def _kernel(c: _Config, size, tiles, scale_of, scale, here, following, weights, 
     rows.wait_rows(c.w, here[0, 0, c.table_width - 1], per_half, buffer, semaphores.at[half])
     readable = rows.readable(c.w, buffer, c.interpret)
     tensor_scale = scale[scale_of[b]] if c.tensor_scale else None
+    turned[...] = jnp.transpose(columns[0])
+    result = dots if c.dot else out
 
     def group(g, carry):
         row = pl.multiple_of(g * _I32(c.group), c.group)
@@ -275,7 +289,7 @@ def _kernel(c: _Config, size, tiles, scale_of, scale, here, following, weights, 
 
         @pl.when(most == _I32(0))
         def _zero():
-            part = out.at[pl.ds(row, c.group), :]
+            part = result.at[pl.ds(row, c.group), :]
             part[...] = jnp.zeros_like(part)
 
         low = 0
@@ -283,28 +297,85 @@ def _kernel(c: _Config, size, tiles, scale_of, scale, here, following, weights, 
 
             @pl.when((most > _I32(low)) & (most <= _I32(slots)))
             def _some(slots=slots):
-                _body(c, slots, readable, half * _I32(per_half), row, weights, a, tensor_scale, out)
+                _body(
+                    c, slots, readable, half * _I32(per_half), row, turned, a, tensor_scale, result
+                )
 
             low = slots
         return carry
 
     lax.fori_loop(_I32(0), _I32(c.tile // c.group), group, _I32(0))
+    if c.dot:
+        out[0] = jnp.transpose(dots[...])
 
 
-def _slots(index, valid, weights):
-    """The valid j of each token moved to the front, over [B, top_k, t].
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Which rows each tile of tokens reads; the layout is [B, tiles, top_k, tile] throughout.
 
-    Returns (source rows int32 [B, top_k, t], weights or None, counts int32 [B, t], and for each j
-    its slot, int32 [B, top_k, t]).
+    Attributes:
+      table: int32 [B * tiles, 1, width], see the module docstring.
+      columns: float32 [B * tiles, height, 128], see the module docstring.
+      place: int32 [B, tiles, top_k, tile], the slot of each j, -1 where it has none.
     """
-    top_k = index.shape[1]
-    rank = jnp.cumsum(valid.astype(jnp.int32), axis=1, dtype=jnp.int32)
-    place = rank - _I32(1)  # [B, j, t]
-    slot = lax.broadcasted_iota(jnp.int32, (1, top_k, 1, 1), 1)
-    chosen = valid[:, None] & (place[:, None] == slot)  # [B, slot, j, t]
-    pick = lambda v: jnp.sum(jnp.where(chosen, v[:, None], jnp.zeros((), v.dtype)), axis=2,
-                             dtype=v.dtype)
-    return pick(index), None if weights is None else pick(weights), rank[:, -1], place
+
+    table: jax.Array
+    columns: jax.Array
+    place: jax.Array
+
+
+def _by_tile(v, tile: int, fill):
+    """[B, t, top_k] -> [B, tiles, top_k, tile]."""
+    batches, t, top_k = v.shape
+    tiles = -(-t // tile)
+    v = jnp.pad(v, ((0, 0), (0, tiles * tile - t), (0, 0)), constant_values=fill)
+    return jnp.swapaxes(v.reshape(batches, tiles, tile, top_k), 2, 3)
+
+
+def _plan(c, index, weights, start, end, base) -> _Plan:
+    """The valid j of each token moved to its first slots, in order."""
+    index = _by_tile(index, c.tile, _I32(-1))
+    size, tiles, top_k, tile = index.shape
+    outer = lambda v: v[:, None, None, None]
+    valid = (index >= outer(start)) & (index < outer(end))
+    before = lax.broadcasted_iota(jnp.int32, (1, 1, top_k, top_k, 1), 2) > (
+        lax.broadcasted_iota(jnp.int32, (1, 1, top_k, top_k, 1), 3)
+    )
+    ones = valid.astype(jnp.int32)
+    rank = jnp.sum(jnp.where(before, ones[:, :, None], _I32(0)), axis=3, dtype=jnp.int32)
+    place = jnp.where(valid, rank, _I32(-1))  # [B, tiles, j, tile]
+    slot = lax.broadcasted_iota(jnp.int32, (1, 1, top_k, 1, 1), 2)
+    chosen = place[:, :, None] == slot  # [B, tiles, slot, j, tile]
+
+    def pick(v):
+        return jnp.sum(
+            jnp.where(chosen, v[:, :, None], jnp.zeros((), v.dtype)), axis=3, dtype=v.dtype
+        )
+
+    row = pick(index + outer(base) + _I32(1)) - _I32(1)  # -1 where the slot is not used
+    counts = jnp.sum(ones, axis=2, dtype=jnp.int32)  # [B, tiles, tile]
+    by_group = counts.reshape(size, tiles, tile // c.group, c.group)
+    table = jnp.concatenate(
+        [
+            row.reshape(size, tiles, top_k * tile),
+            jnp.max(by_group, axis=3),
+            jnp.sum(by_group, axis=(2, 3), dtype=jnp.int32)[..., None],
+        ],
+        axis=2,
+    ).reshape(size * tiles, 1, c.table_width)
+
+    word = counts[:, :, None]
+    if c.w.paired:
+        odd = (row & _I32(1)) << (lax.broadcasted_iota(jnp.int32, (1, 1, top_k, 1), 2) + _I32(8))
+        odd = jnp.where(row >= _I32(0), odd, _I32(0))
+        word = word + jnp.sum(odd, axis=2, keepdims=True, dtype=jnp.int32)
+    columns = [word.astype(jnp.float32)]
+    if weights is not None:
+        columns.append(pick(_by_tile(weights, tile, np.float32(0))))
+    columns = jnp.concatenate(columns, axis=2)
+    pad = ((0, 0), (0, 0), (0, c.columns_height - columns.shape[2]), (0, LANES - tile))
+    columns = jnp.pad(columns, pad).reshape(size * tiles, c.columns_height, LANES)
+    return _Plan(table, columns, place)
 
 
 def over_tokens(x, weights, a, out_dtype, expected_rows, chip: Chip, interpret):
@@ -333,11 +404,9 @@ def over_tokens(x, weights, a, out_dtype, expected_rows, chip: Chip, interpret):
 
     full = lambda v, *tail: jnp.broadcast_to(v, (*batch, *tail)).reshape(size, *tail)
     start, end = (full(v.astype(jnp.int32)) for v in (x.start, x.end))
-    index = jnp.swapaxes(full(x.indices.astype(jnp.int32), t, top_k), 1, 2)  # [B, top_k, t]
-    valid = (index >= start[:, None, None]) & (index < end[:, None, None])
+    index = full(x.indices.astype(jnp.int32), t, top_k)
     if weights is not None:
-        weights = jnp.swapaxes(full(weights.astype(jnp.float32), t, top_k), 1, 2)
-    index, weights, counts, place = _slots(index, valid, weights)
+        weights = full(weights.astype(jnp.float32), t, top_k)
 
     y, scale, row_scaled = x.y, x.y_scale, False
     if scale is not None:
@@ -361,9 +430,6 @@ def over_tokens(x, weights, a, out_dtype, expected_rows, chip: Chip, interpret):
             w, y, scale if row_scaled else None, low, high, named, chip, interpret
         )
     base = rows.flat_map(tuple(y_lead), batch) * _I32(padded)
-    used = counts[:, None, :] > lax.broadcasted_iota(jnp.int32, (1, top_k, 1), 1)
-    parity = _I32(16) - (index & _I32(1)) * _I32(16)  # the shift that brings a half to the top
-    index = jnp.where(used, index + jnp.asarray(base)[:, None, None], _I32(-1))
     tensor = jnp.zeros((1,), jnp.float32)
     scale_of = jnp.zeros((size,), jnp.int32)
     if scale is not None and not row_scaled:
@@ -378,11 +444,13 @@ def over_tokens(x, weights, a, out_dtype, expected_rows, chip: Chip, interpret):
     narrow = np.dtype(np.float32) if dot else np.dtype(out_dtype)
     narrow = np.dtype(np.float32) if narrow == np.float16 else narrow
     types = [w.dtype, narrow] + ([np.dtype(a.dtype)] if dot else [])
-    group = max(32 // v.itemsize for v in types)
+    full_group = max(32 // v.itemsize for v in types)
     own = d * np.dtype(a.dtype).itemsize if dot else d * narrow.itemsize
     token_bytes = 8 * top_k * w.pitch * LANES + 2 * own + 4096
     # A group may be half a register of 16-bit values, if need be.
-    for group, least in [(group, 32), (group, group)] + [(8, 8)] * (group == 16):
+    tries = [(full_group, 32), (full_group, full_group)] + [(8, 8)] * (full_group == 16)
+    for choice in tries:
+        group, least = choice
         tile = rows.tile_of(t, token_bytes, chip, 128, least)
         if tile is not None:
             break
@@ -394,33 +462,15 @@ def over_tokens(x, weights, a, out_dtype, expected_rows, chip: Chip, interpret):
         interpret,
     )
 
-    pad = lambda v, with_: jnp.pad(
-        v, ((0, 0),) * (v.ndim - 1) + ((0, tiles * tile - t),), constant_values=_I32(with_)
-    )
-    by_tile = pad(index, -1).reshape(size, top_k, tiles, tile)
-    by_group = pad(counts, 0).reshape(size, tiles, tile // group, group)
-    table = jnp.concatenate(
-        [
-            jnp.swapaxes(by_tile, 1, 2).reshape(size, tiles, -1),
-            jnp.max(by_group, axis=3),
-            jnp.sum(by_group, axis=(2, 3), dtype=jnp.int32)[..., None],
-        ],
-        axis=2,
-    ).reshape(size * tiles, 1, c.table_width)
-    columns = [jnp.zeros((size, top_k, t), jnp.float32) if weights is None else weights]
-    columns.append(counts[:, None].astype(jnp.float32))
-    if w.paired:
-        columns.append(parity.astype(jnp.float32))
-    columns = jnp.swapaxes(jnp.concatenate(columns, axis=1), 1, 2)  # [B, t, top_k + 1 ...]
-
-    out = _call(c, size, tiles, t, scale_of, tensor, table, columns, a, a_map, source, narrow,
-                named, chip)
+    plan = _plan(c, index, weights, start, end, jnp.asarray(base))
+    out = _call(c, size, tiles, t, scale_of, tensor, plan, a, a_map, source, narrow, named, chip)
     if dot:
         # Slot s back to the j that it came from.
-        slot = lax.broadcasted_iota(jnp.int32, (1, 1, 1, top_k), 3)
-        place = jnp.where(valid, place, _I32(-1))
-        chosen = jnp.swapaxes(place, 1, 2)[..., None] == slot  # [B, t, j, slot]
-        out = jnp.sum(jnp.where(chosen, out[:, :, None, :], np.float32(0)), axis=3)
+        out = out[:, :top_k, :tile].reshape(size, tiles, top_k, tile)
+        slot = lax.broadcasted_iota(jnp.int32, (1, 1, 1, top_k, 1), 3)
+        chosen = plan.place[:, :, :, None] == slot  # [B, tiles, j, slot, tile]
+        out = jnp.sum(jnp.where(chosen, out[:, :, None], np.float32(0)), axis=3)
+        out = jnp.swapaxes(out, 2, 3).reshape(size, tiles * tile, top_k)[:, :t]
     return out.reshape(out_shape).astype(out_dtype)
 
 
@@ -434,9 +484,9 @@ def _covered(start, end, batch, y_lead, m):
     return jnp.minimum(low, high), high
 
 
-def _call(c: _Config, size, tiles, t, scale_of, scale, table, columns, a, a_map, source,
-          out_dtype, expected, chip):
-    """The kernel over flat batches: [B, t, d] or [B, t, top_k]."""
+def _call(c: _Config, size, tiles, t, scale_of, scale, plan: _Plan, a, a_map, source, out_dtype,
+          expected, chip):
+    """The kernel over flat batches: [B, t, d], or the dot products like ``plan.columns``."""
     w = c.w
     if a_map is None:
         a_map = jnp.zeros((size,), jnp.int32)
@@ -451,36 +501,41 @@ def _call(c: _Config, size, tiles, t, scale_of, scale, table, columns, a, a_map,
     in_specs = [
         pl.BlockSpec((1, 1, c.table_width), block, memory_space=pltpu.SMEM),
         pl.BlockSpec((1, 1, c.table_width), next_block, memory_space=pltpu.SMEM),
-        pl.BlockSpec((None, c.tile, columns.shape[-1]), tokens),
+        pl.BlockSpec((1, c.columns_height, LANES), block),
         pl.BlockSpec(memory_space=pl.ANY),
     ]
-    operands = [table, table, columns, source]
+    operands = [plan.table, plan.table, plan.columns, source]
     if c.dot:
         in_specs.append(
             pl.BlockSpec((None, c.tile, w.width), lambda b, i, *s: (s[1][b], i, _I32(0)))
         )
         operands.append(a)
-    width = c.top_k if c.dot else w.d
-    out_width = c.top_k if c.dot else w.width
+    scratch = [
+        rows.buffer_shape(w, 2 * c.top_k * c.tile),
+        pltpu.SemaphoreType.DMA((2,)),
+    ] + [pltpu.VMEM((LANES, c.columns_height), jnp.float32)] * (1 + c.dot)
+    if c.dot:
+        out_shape = jax.ShapeDtypeStruct(plan.columns.shape, jnp.float32)
+        out_spec = pl.BlockSpec((1, c.columns_height, LANES), block)
+    else:
+        out_shape = jax.ShapeDtypeStruct((size, t, w.d), out_dtype)
+        out_spec = pl.BlockSpec((None, c.tile, w.width), tokens)
 
-    def body(scale_of, a_map, scale, here, following, weights, source, *refs):
+    def body(scale_of, a_map, scale, here, following, columns, source, *refs):
         refs = list(refs)
         own = refs.pop(0) if c.dot else None
-        _kernel(c, size, tiles, scale_of, scale, here, following, weights, own, source, *refs)
+        _kernel(c, size, tiles, scale_of, scale, here, following, columns, own, source, *refs)
 
     item = np.dtype(out_dtype).itemsize
     return pl.pallas_call(
         body,
-        out_shape=jax.ShapeDtypeStruct((size, t, width), out_dtype),
+        out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(size, tiles),
             in_specs=in_specs,
-            out_specs=pl.BlockSpec((None, c.tile, out_width), tokens),
-            scratch_shapes=[
-                rows.buffer_shape(w, 2 * c.top_k * c.tile),
-                pltpu.SemaphoreType.DMA((2,)),
-            ],
+            out_specs=out_spec,
+            scratch_shapes=scratch,
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),

@@ -30,11 +30,11 @@ import dataclasses
 import math
 
 import jax
-from jax import lax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-import numpy as np
 
 from fp8moe_prims.lowering.tpu.chip import Chip
 
@@ -81,7 +81,7 @@ class Words:
 
     @property
     def pitch(self) -> int:
-        """Height of a slot in a buffer: odd, as eight loads a multiple of 8 apart take twice as long."""
+        """Height of a slot in a buffer: odd, as loads at multiples of 8 take twice as long."""
         return self.height | 1
 
     @property
@@ -355,7 +355,7 @@ def readable(w: Words, buffer, interpret):
 
 
 def load_words(w: Words, buffer, slot, chunk, step: int = 1):
-    """32-bit [8, 128]: one chunk of the rows in slots slot, slot + step, ... of a readable buffer."""
+    """int32 [8, 128]: a chunk of the rows in slots slot, slot + step, ... of a readable buffer."""
     at = pl.ds(slot * w.pitch + chunk, 8, stride=step * w.pitch)
     if len(buffer.shape) == 2:
         words = buffer[at, :]
