@@ -1,4 +1,4 @@
-"""The gmm kernel for TPU: in Pallas's interpreter against a naive loop, its tiles, its compiling."""
+"""The gmm kernel for TPU: interpreted against a naive loop, its tiles, compiled for each chip."""
 
 import dataclasses
 import itertools
@@ -43,15 +43,21 @@ def _operands(starts, ends, lhs, rhs, lhs_scale=None, rhs_scale=None):
     )
 
 
-def _run(x, p, chip=CHIPS["v7x"]):
-    names = [name for name, value in vars(x).items() if value is not None]
-
+def _runner(p, chip=CHIPS["v7x"]):
     @jax.jit
     def call(values):
-        y = types.SimpleNamespace(**{name: values.get(name) for name in vars(x)})
-        return kernel.gmm(y, p, chip=chip, interpret=pltpu.InterpretParams())
+        x = types.SimpleNamespace(**{name: values.get(name) for name in _RANKS})
+        return kernel.gmm(x, p, chip=chip, interpret=pltpu.InterpretParams())
 
-    return np.asarray(call({name: jnp.asarray(getattr(x, name)) for name in names}))
+    def run(x):
+        values = {name: jnp.asarray(value) for name, value in vars(x).items() if value is not None}
+        return np.asarray(call(values))
+
+    return run
+
+
+def _run(x, p, chip=CHIPS["v7x"]):
+    return _runner(p, chip)(x)
 
 
 _RANKS = {"lhs": 2, "rhs": 3, "starts": 1, "ends": 1, "lhs_scale": 2, "rhs_scale": 3}
@@ -148,7 +154,7 @@ _ROWS = [
     ("fp8_flat", 130, 127, 96, [129], None, ("e5m2", "flat"), "e4m3", [1, 1, 1], "v7x", {}),
     ("fp8_wide", 100, 200, 257, [33, 33], None, _E5M2, "e4m3", [2, 1, 257], "v5e", {}),
     ("int8", 24, 128, 200, [8, 8, 8], None, _INT8, "int8", [1, 1, 200], "v7x", {}),
-    ("quantized", 600, 640, 129, [100, 156, 0, 344], None, "bfloat16", "e4m3", [4, 1, 129],
+    ("quantized", 520, 384, 129, [100, 156, 0, 260], None, "bfloat16", "e4m3", [4, 1, 129],
      "v7x", {"lhs_dtype": "e4m3", "block_k": 256}),
     ("emulated", 130, 257, 96, [64, 66], None, "bfloat16", "e4m3", [2, 1, 96], "v5e",
      {"lhs_dtype": "e5m2"}),
@@ -193,12 +199,13 @@ class ValuesTest(parameterized.TestCase):
         exact = lhs in ("float32", "float16") and p.lhs_dtype is None
         assert_close(out, _reference(x, p), 2e-5 if exact else 2e-3)
 
-    @parameterized.parameters(*itertools.product(range(8), (False, True)))
-    def test_batches(self, subset, quantize):
-        """Each operand has both batch dims, or one of them, or none."""
+    @parameterized.parameters(*range(8))
+    def test_batches(self, subset):
+        """Each of lhs, rhs and groups has both batch dims, or one of them."""
+        quantize = subset % 3 == 0
         rng = np.random.default_rng(subset)
         m, k, n, g = 24, 129, 43, 3
-        lead = [(2, 1 + 2 * (subset >> i & 1)) if i else (1 + (subset & 1), 3) for i in range(3)]
+        lead = [(2, 1 + (subset >> i & 1)) if i else (1 + (subset & 1), 2) for i in range(3)]
         p = _params(lhs_dtype="e4m3" if quantize else None)
         rows, row_scale = _rows(rng, "bfloat16" if quantize else _E4M3, lead[0], m, k)
         weights, scale = _weights(rng, "e4m3", [g, 1, n], lead[1], g, k, n, False)
@@ -206,20 +213,32 @@ class ValuesTest(parameterized.TestCase):
         x = _operands(cuts[..., 0::2], cuts[..., 1::2], rows, weights, row_scale, scale)
         assert_close(_run(x, p), _reference(x, p), 2e-3)
 
+    def test_batched_scales(self):
+        """Scales with batch dims that their values do not have; one group, so only they change."""
+        rng = np.random.default_rng(6)
+        m, k, n = 24, 96, 43
+        rows, row_scale = _rows(rng, _E4M3, (1,), m, k)
+        weights, scale = _weights(rng, "e4m3", [1, 12, n], (1,), 1, k, n, False)
+        row_scale = np.concatenate([row_scale, 2 * row_scale[:, ::-1]])
+        scale = np.concatenate([scale, 3 * scale[:, :, ::-1]])
+        starts, ends = _bounds([19])
+        x = _operands(starts[None], ends[None], rows, weights, row_scale, scale)
+        assert_close(_run(x, _params()), _reference(x, _params()), 2e-3)
+
     @parameterized.parameters("zero", "undefined")
     def test_tail(self, tail):
         """NaN and Inf in rows of no group change no bit of the others."""
         rng = np.random.default_rng(3)
-        m, k, n = 600, 200, 129
-        starts, ends = _bounds([30, 0, 101, 300], [3, 0, 9, 20])
+        m, k, n = 300, 200, 129
+        starts, ends = _bounds([30, 0, 101, 100], [3, 0, 9, 20])
         weights, scale = _weights(rng, "e4m3", [4, 1, n], (), 4, k, n, False)
         p = _params(lhs_dtype="e4m3", tail=tail)
         rows = np.array(_rows(rng, "bfloat16", (), m, k)[0])
         valid = _valid(_operands(starts, ends, None, None), m)
-        outs = []
+        run, outs = _runner(p), []
         for value in (0, np.nan, np.inf):
             rows[~valid] = value
-            outs.append(_run(_operands(starts, ends, rows, weights, None, scale), p))
+            outs.append(run(_operands(starts, ends, rows, weights, None, scale)))
             if tail == "zero":
                 self.assertFalse(np.any(outs[-1][~valid]))
         assert_same_bits(outs[1][valid], outs[0][valid])
@@ -234,13 +253,13 @@ class ValuesTest(parameterized.TestCase):
         rows[3, 7], rows[20, 200], rows[5], rows[6] = np.nan, np.inf, 1e-36, 1e-40
         starts, ends = _bounds([10, 22])
         x = _operands(starts, ends, rows, weights, None, scale)
-        out = _run(x, _params(lhs_dtype="e4m3"))
+        run = _runner(_params(lhs_dtype="e4m3"))
+        out = run(x)
         bad = np.isin(np.arange(m), (3, 20))
         self.assertTrue(np.all(np.isnan(out[bad])))
         self.assertTrue(np.all(np.isfinite(out[~bad])))
         rows[bad] = 0
-        again = _run(x, _params(lhs_dtype="e4m3"))
-        assert_same_bits(out[~bad], again[~bad])
+        assert_same_bits(out[~bad], run(x)[~bad])
 
     def test_bad_groups(self):
         """Groups that overlap or descend read and write inside the buffers."""
@@ -248,9 +267,10 @@ class ValuesTest(parameterized.TestCase):
         m, k, n = 130, 96, 43
         rows, _ = _rows(rng, "bfloat16", (), m, k)
         weights, _ = _weights(rng, "bfloat16", None, (), 3, k, n, False)
+        run = _runner(_params())
         for starts, ends in (([0, 0, 0], [130, 130, 130]), ([100, 40, 0], [130, 90, 130])):
             x = _operands(np.array(starts, np.int32), np.array(ends, np.int32), rows, weights)
-            self.assertEqual(_run(x, _params()).shape, (m, n))
+            self.assertEqual(run(x).shape, (m, n))
 
     @parameterized.parameters((0, 2), (24, 0))
     def test_nothing(self, m, g):
@@ -263,7 +283,7 @@ class ValuesTest(parameterized.TestCase):
 
 
 class VisitsTest(parameterized.TestCase):
-    @parameterized.product(seed=tuple(range(20)), gaps=(False, True))
+    @parameterized.product(seed=tuple(range(8)), gaps=(False, True))
     def test_against_loop(self, seed, gaps):
         rng = np.random.default_rng(seed)
         batches, g = rng.integers(1, 4), rng.integers(1, 7)

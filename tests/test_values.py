@@ -57,8 +57,8 @@ class ValuesTest(parameterized.TestCase):
             second = helpers.poisoned(second, case.valid, np.nan)
         helpers.assert_same_bits(_run(case, "interpret", lhs=lhs, second=second), clean)
 
-    @pytest.mark.sweep
     @helpers.named(cases.select(sweep=True) + cases.select(tag="interpret"))
+    @pytest.mark.sweep
     def test_sweep(self, case):
         for lowering in ("xla", "interpret"):
             helpers.assert_close(_run(case, lowering), case.reference(), case.tolerance)
