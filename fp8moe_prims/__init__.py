@@ -19,5 +19,7 @@ from fp8moe_prims.ragged_gather import ragged_gather as ragged_gather
 from fp8moe_prims.ragged_gather_reduce import ragged_gather_reduce as ragged_gather_reduce
 from fp8moe_prims.ragged_glu import ragged_glu as ragged_glu
 from fp8moe_prims.recipe import QuantRecipe as QuantRecipe
+from fp8moe_prims.ring_all_gather import ring_all_gather as ring_all_gather
+from fp8moe_prims.ring_reduce_scatter import ring_reduce_scatter as ring_reduce_scatter
 from fp8moe_prims.tgmm_quant import tgmm_quant as tgmm_quant
 from fp8moe_prims.version import __version__ as __version__

@@ -93,6 +93,7 @@ class OperandPrimitive(core.Primitive):
     """A primitive whose operands are a NamedTuple and whose parameters are one frozen dataclass."""
 
     operands_type: type
+    collective: bool = False
 
     def call(self, operands: NamedTuple, params: Any):
         """Binds the operands that are not None, brought to one set of varying mesh axes."""
@@ -122,6 +123,13 @@ def _vary_alike(arrays):
     return [cast(x, own) for x, own in zip(arrays, axes, strict=True)]
 
 
+def vary_over(x, axis):
+    """Casts x to vary over a mesh axis, where shard_map checks that, as JAX's collectives do."""
+    if not config._check_vma.value or axis in jax.typeof(x).mat.varying:
+        return x
+    return lax.pcast(x, axis, to="varying")
+
+
 def unsupported(why: str) -> Callable:
     """A rule that cannot exist: raises NotImplementedError, which says why and what to do."""
 
@@ -145,6 +153,7 @@ def define(
     transpose: Callable,
     lowerings: Mapping[str, str],
     multiple_results: bool = False,
+    collective: bool = False,
 ) -> OperandPrimitive:
     """Registers a primitive with all its rules; each is required, see ``unsupported``.
 
@@ -160,15 +169,22 @@ def define(
         when needed.  The function takes (operands, params, platform=...) for xla and (operands,
         params, chip=..., interpret=...) for tpu.
       multiple_results: whether out is a sequence.
+      collective: whether it speaks with the other devices along the mesh axis ``params.axis``. Its
+        lowerings see the mesh axes, and a tpu one takes (..., mesh=..., forced=...) too: the mesh,
+        or None where not all its axes are manual, and whether kernels were asked for by name.
     """
     p = OperandPrimitive(name)
     p.operands_type = operands
     p.multiple_results = multiple_results
+    p.collective = collective
     p.rules = dict(batch=batch, jvp=jvp, transpose=transpose)
     p.lowerings = dict(lowerings)
     p.def_impl(functools.partial(dispatch.apply_primitive, p))
     p.def_effectful_abstract_eval(functools.partial(_abstract_eval, p, abstract_eval))
-    batching.primitive_batchers[p] = functools.partial(_batch, p, batch)
+    if collective:
+        batching.fancy_primitive_batchers[p] = functools.partial(_batch_collective, p, batch)
+    else:
+        batching.primitive_batchers[p] = functools.partial(_batch, p, batch)
     ad.primitive_jvps[p] = functools.partial(_jvp, p, jvp)
     ad.primitive_transposes[p] = functools.partial(_transpose, p, transpose)
     for platform in lowerings:
@@ -240,6 +256,22 @@ def _batch(p, rule, args, dims, *, operands, params, lowering):
         return rule(p._pack(operands, args), p._pack(operands, dims), params)
 
 
+def _batch_collective(p, rule, axis, args, dims, *, operands, params, lowering):
+    """Batches; over its own axis, vmap(axis_name=...), it is what jax.lax makes of it."""
+    if axis.name == params.axis:
+        spread = lambda x, d: jnp.broadcast_to(x, (axis.size, *x.shape)) if d is None else x
+        args = [spread(x, d) for x, d in zip(args, dims, strict=True)]
+        fn = _array_function(p.lowerings["cpu"])
+        local = lambda *xs: fn(p._pack(operands, xs), params, platform="cpu")
+        in_axes = tuple(0 if d is None else d for d in dims)
+        out = jax.vmap(local, in_axes, axis_name=axis.name, axis_size=axis.size)(*args)
+        return out, [0] * len(out) if p.multiple_results else 0
+    if all(d is None for d in dims):
+        out = p.bind(*args, operands=operands, params=params, lowering=lowering)
+        return out, [None] * len(out) if p.multiple_results else None
+    return _batch(p, rule, args, dims, operands=operands, params=params, lowering=lowering)
+
+
 def _jvp(p, rule, primals, tangents, *, operands, params, lowering):
     tangents = [
         None if isinstance(t, ad.Zero) or t.dtype == jax.dtypes.float0 else t for t in tangents
@@ -271,9 +303,12 @@ def is_linear(operand) -> bool:
 
 def _lower(p, platform, ctx, *args, operands, params, lowering):
     kind = _device_kind(ctx) if platform == "tpu" else None
-    fn = functools.partial(_body, p, platform, lowering, kind)
+    options = {}
+    if p.collective:
+        options = dict(mesh=_manual_mesh(ctx), forced=lowering != "auto")
+    fn = functools.partial(_body, p, platform, lowering, kind, options)
     # The body sees plain local arrays: it makes constants and loops of its own, which carry no
-    # mesh axes, and is written for 32-bit integers.
+    # mesh axes (those of a collective it may name), and is written for 32-bit integers.
     avals = [a.update(sharding=None, manual_axis_type=core.empty_mat) for a in ctx.avals_in]
     inner = ctx.replace(avals_in=avals, tokens_out=None)
     if lowering == "interpret":  # our ordering token, under the name that the callbacks ask for
@@ -282,7 +317,7 @@ def _lower(p, platform, ctx, *args, operands, params, lowering):
     with (
         config._check_vma(False),
         jax.enable_x64(False),
-        jax.sharding.use_abstract_mesh(_mesh_of(kind)),
+        jax.sharding.use_abstract_mesh(_mesh_of(kind, keep_axes=p.collective)),
     ):
         out = mlir.lower_fun(
             lambda *xs: fn(p._pack(operands, xs), params), multiple_results=p.multiple_results
@@ -293,7 +328,13 @@ def _lower(p, platform, ctx, *args, operands, params, lowering):
     return out
 
 
-def _body(p, platform, lowering, device_kind, operands, params):
+def _array_function(where: str) -> Callable:
+    """The function that "<xla|tpu>.<module>:<function>" names."""
+    module, _, function = where.partition(":")
+    return getattr(importlib.import_module("fp8moe_prims.lowering." + module), function)
+
+
+def _body(p, platform, lowering, device_kind, options, operands, params):
     """Calls the array function that ``lowering`` names for this platform."""
     use_tpu = platform == "tpu" if lowering == "auto" else lowering in ("mosaic", "interpret")
     if lowering == "mosaic" and platform != "tpu":
@@ -302,8 +343,7 @@ def _body(p, platform, lowering, device_kind, operands, params):
             f" {platform}; use 'auto', or 'interpret' to simulate them."
         )
     where = p.lowerings["tpu"] if use_tpu else p.lowerings[platform if platform != "tpu" else "cpu"]
-    module, _, function = where.partition(":")
-    fn = getattr(importlib.import_module("fp8moe_prims.lowering." + module), function)
+    fn = _array_function(where)
     if where.startswith("xla."):  # some primitives have no kernel and are XLA on TPU too
         return fn(operands, params, platform=platform)
     from fp8moe_prims.lowering.tpu.chip import chip_of
@@ -312,8 +352,10 @@ def _body(p, platform, lowering, device_kind, operands, params):
     if lowering == "interpret":
         from jax.experimental.pallas import tpu as pltpu
 
-        interpret, device_kind = pltpu.InterpretParams(), device_kind or "TPU7x"
-    return fn(operands, params, chip=chip_of(device_kind), interpret=interpret)
+        forced = config.pallas_tpu_interpret_mode_context_manager.value
+        interpret = forced or pltpu.InterpretParams()
+        device_kind = device_kind or "TPU7x"
+    return fn(operands, params, chip=chip_of(device_kind), interpret=interpret, **options)
 
 
 def _device_kind(ctx) -> str | None:
@@ -332,12 +374,26 @@ def _device_kind(ctx) -> str | None:
     return None
 
 
-def _mesh_of(device_kind):
-    """An abstract mesh that tells Pallas the chip; it would ask the default device, a CPU."""
+def _mesh_of(device_kind, keep_axes):
+    """An abstract mesh that tells Pallas the chip; it would ask the default device, a CPU.
+
+    It has no axes, or those of the shard_map that is lowered.
+    """
     if device_kind is None:
         device_kind = "TPU7x"
     device = jax.sharding.AbstractDevice(device_kind, 1, "tpu")
+    if keep_axes:
+        return jax.sharding.get_abstract_mesh().update(abstract_device=device)
     return jax.sharding.AbstractMesh((), (), abstract_device=device)
+
+
+def _manual_mesh(ctx):
+    """The mesh of the shard_map that is lowered, or None unless all its axes are manual."""
+    axis_context = ctx.module_context.axis_context
+    mesh = getattr(axis_context, "mesh", None)
+    if mesh is None or set(axis_context.manual_axes) != set(mesh.axis_names):
+        return None
+    return mesh
 
 
 # ------------------------------------------------------------- float8 values saved by a checkpoint

@@ -22,6 +22,13 @@ from fp8moe_prims.ragged_glu import ragged_glu_p as ragged_glu_p
 from fp8moe_prims.ragged_scatter_add import RaggedScatterAddOperands as RaggedScatterAddOperands
 from fp8moe_prims.ragged_scatter_add import ScatterParams as ScatterParams
 from fp8moe_prims.ragged_scatter_add import ragged_scatter_add_p as ragged_scatter_add_p
+from fp8moe_prims.ring_all_gather import RingAllGatherOperands as RingAllGatherOperands
+from fp8moe_prims.ring_all_gather import RingParams as RingParams
+from fp8moe_prims.ring_all_gather import ring_all_gather_p as ring_all_gather_p
+from fp8moe_prims.ring_reduce_scatter import (
+    RingReduceScatterOperands as RingReduceScatterOperands,
+)
+from fp8moe_prims.ring_reduce_scatter import ring_reduce_scatter_p as ring_reduce_scatter_p
 from fp8moe_prims.tgmm_quant import TgmmOperands as TgmmOperands
 from fp8moe_prims.tgmm_quant import TgmmParams as TgmmParams
 from fp8moe_prims.tgmm_quant import tgmm_quant_p as tgmm_quant_p

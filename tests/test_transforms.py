@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 
 import fp8moe_prims as fp8
 from fp8moe_prims.primitives import registry
-from tests import cases, helpers, oracle, row_cases
+from tests import cases, helpers, oracle, ring_cases, row_cases
 
 SUBSETS = [s for s in itertools.product((False, True), repeat=3) if any(s)]
 
@@ -34,7 +34,7 @@ def _small(op, **fields):
 
 class TableTest(absltest.TestCase):
     def test_every_primitive_has_rows(self):
-        ops = {f"fp8moe_{c.op}" for c in (*cases.CASES, *row_cases.CASES)}
+        ops = {f"fp8moe_{c.op}" for c in (*cases.CASES, *row_cases.CASES, *ring_cases.CASES)}
         ops |= {f"fp8moe_{op}" for c in row_cases.CASES for op in c.reaches}
         self.assertEqual(ops, set(registry))
 
