@@ -1,4 +1,4 @@
-"""Inside shard_map: varying mesh axes, gradients of replicated operands, offsets from axis_index."""
+"""Inside shard_map: varying mesh axes, replicated operands, offsets from axis_index."""
 
 import jax
 import jax.numpy as jnp

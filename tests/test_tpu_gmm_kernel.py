@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from fp8moe_prims.lowering.tpu import gmm as kernel
 from fp8moe_prims.lowering.tpu.chip import CHIPS, SAFE, chip_of
+from fp8moe_prims.lowering.tpu.gmm_tiles import choose_tiles
 from fp8moe_prims.lowering.tpu.visits import make_visits, max_visits
 from tests import oracle
 from tests.helpers import assert_close, assert_same_bits
@@ -314,7 +315,7 @@ class TilesTest(parameterized.TestCase):
         sizes = (1, 43, 128, 200, 768, 2048, 7168, 14336)
         for k, n, m in itertools.product(sizes, sizes, (1, 100, 4096)):
             for lhs, rhs in (("bfloat16", "float8_e4m3fn"), ("float32", "float32")):
-                t = kernel.choose_tiles(
+                t = choose_tiles(
                     m, k, n, 8, jnp.dtype(lhs), jnp.dtype(rhs), jnp.dtype(lhs),
                     quantize and oracle.QDTYPES[quantize], chip, block_k=512 if quantize else None,
                 )  # fmt: skip

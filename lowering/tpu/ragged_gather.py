@@ -19,11 +19,11 @@ else as many as the longest range covers. A step
     and moves them from words into the standard layout: out block [tile, d].
 
 Rows without a source (a bad index, or outside the range in the first and last tile) are written as
-zeros into the buffer instead. On v7x with d = 7168 and float8, a row takes 5 cycles of scalar work
-to start its copy and 3 of vector work; HBM takes 9.
+zeros (scale 1) into the buffer. On v7x with d = 7168 and float8, a row takes 5 cycles of scalar
+work to start its copy and 3 of vector work; HBM takes 9.
 
-    index      SMEM int32 [1, 1, tile + 1]   of this tile and of the next one: the source row, -1
-                                             for a bad index, -2 outside the range; the copies
+    index      SMEM int32 [1, 1, tile + 1]   of this tile and of the next one: the source row, or
+                                             -1 for none; last, the number of copies
     buffer     [2 * tile slots]              rows as fetched, half for even and half for odd steps
     weights    [1, 1, tile]                  along lanes, 1 for the rows without a source; turned
                                              into a column [tile, 128] in scratch, as are
@@ -82,8 +82,8 @@ def _start_tile(w, tile, index, source, buffer, slot, semaphore):
                 part = buffer.at[pl.ds(at, w.chunks)]
                 part[...] = jnp.zeros_like(part)
                 if w.scaled:
-                    bits = jnp.where(row == _I32(-1), rows.ONE_BITS, _I32(0))
-                    buffer[pl.ds(at + _I32(w.chunks), 1)] = jnp.full((1, 1, LANES), bits)
+                    one = jnp.full((1, 1, LANES), rows.ONE_BITS, jnp.int32)
+                    buffer[pl.ds(at + _I32(w.chunks), 1)] = one
 
             return carry
 
@@ -175,7 +175,7 @@ def ragged_gather(x, p, *, chip: Chip, interpret=False) -> list[jax.Array]:
     valid = (index >= _I32(0)) & (index < _I32(t))
     place = lax.broadcasted_iota(jnp.int32, (size, m), 1)
     inside = (place >= start[:, None]) & (place < end[:, None])
-    index = jnp.where(inside, jnp.where(valid, index, _I32(-1)), _I32(-2))
+    index = jnp.where(inside & valid, index, _I32(-1))
     weights = None
     if x.weights is not None:
         weights = full(x.weights.astype(jnp.float32), m)
@@ -210,8 +210,9 @@ def ragged_gather(x, p, *, chip: Chip, interpret=False) -> list[jax.Array]:
         )
     base = rows.flat_map(tuple(x_lead), batch) * _I32(padded)
     index = jnp.where(index < _I32(0), index, index + jnp.asarray(base)[:, None])
-    outs = _call(w, p, kernel_dtype, batch, m, source, index, weights, start, end, expected, chip,
-                 interpret)
+    outs = _call(
+        w, p, kernel_dtype, batch, m, source, index, weights, start, end, expected, chip, interpret
+    )
     out = outs[0].reshape(*batch, m, d)
     if out.dtype != out_dtype:
         out = lax.bitcast_convert_type(out, out_dtype) if moved else out.astype(out_dtype)
@@ -230,7 +231,7 @@ def _call(w, p, dtype, batch, m, source, index, weights, start, end, expected, c
     lanes = max(tile, LANES)
     tiles = -(-m // tile)
     first, count = rows.tiles_of(start, end, tile)
-    index = jnp.pad(index, ((0, 0), (0, tiles * tile - m)), constant_values=-2)
+    index = jnp.pad(index, ((0, 0), (0, tiles * tile - m)), constant_values=-1)
     index = index.reshape(size * tiles, 1, tile)
     shifts = None
     if w.paired:  # what brings the wanted half of a word to the top, along lanes
@@ -275,9 +276,7 @@ def _call(w, p, dtype, batch, m, source, index, weights, start, end, expected, c
         operands.append(shifts)
     out_shape = [jax.ShapeDtypeStruct((size, m, w.d), dtype)]
     out_specs = [
-        pl.BlockSpec(
-            (None, tile, w.width), lambda b, i, *s: (b, tile_at(b, i, *s[:2])[0], _I32(0))
-        )
+        pl.BlockSpec((None, tile, w.width), lambda b, i, *s: (b, tile_at(b, i, *s[:2])[0], _I32(0)))
     ]
     if w.scaled:
         out_shape.append(jax.ShapeDtypeStruct((size * tiles, 1, lanes), jnp.float32))
@@ -338,7 +337,7 @@ def _call(w, p, dtype, batch, m, source, index, weights, start, end, expected, c
             def _zero():
                 out[...] = jnp.zeros_like(out)
                 if w.scaled:
-                    out_scale[...] = jnp.zeros_like(out_scale)
+                    out_scale[...] = jnp.ones_like(out_scale)
 
     outs = pl.pallas_call(
         body,

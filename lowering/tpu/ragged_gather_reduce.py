@@ -124,17 +124,12 @@ def _values(c: _Config, buffer, slot, chunk, mask, shift):
     if w.per == 4:
         parts = [[] for _ in range(4)]
         for first in range(0, c.group, w.group):
-            words = [
-                rows.load_words(w, buffer, slot + _I32(first + b), chunk, 4) for b in range(4)
-            ]
+            words = [rows.load_words(w, buffer, slot + _I32(first + b), chunk, 4) for b in range(4)]
             for q, bits in enumerate(rows.exchange(words)):
                 parts[q].append(pltpu.bitcast(bits, w.dtype).astype(jnp.float32))
         return [as_float(pltpu.bitcast(_joined(p), jnp.int32)) for p in parts]
     words = _joined(
-        [
-            rows.load_words(w, buffer, slot + _I32(first), chunk)
-            for first in range(0, c.group, 8)
-        ]
+        [rows.load_words(w, buffer, slot + _I32(first), chunk) for first in range(0, c.group, 8)]
     )
     if w.per == 1:
         return [as_float(words)]
@@ -259,8 +254,23 @@ def _body(c: _Config, slots: int, buffer, slot, row, columns, a, scale, out):
         _unrolled(w.chunks, reduce, _I32(0))
 
 
-def _kernel(c: _Config, size, tiles, scale_of, scale, here, following, columns, a, source, out,
-            buffer, semaphores, turned, dots=None):
+def _kernel(
+    c: _Config,
+    size,
+    tiles,
+    scale_of,
+    scale,
+    here,
+    following,
+    columns,
+    a,
+    source,
+    out,
+    buffer,
+    semaphores,
+    turned,
+    dots=None,
+):
     b, i = pl.program_id(0), pl.program_id(1)
     step = b * _I32(tiles) + i
     half = step & _I32(1)
@@ -458,7 +468,13 @@ def over_tokens(x, weights, a, out_dtype, expected_rows, chip: Chip, interpret):
         raise rows.too_wide(f"ragged_gather_reduce, {top_k} a token", d, chip)
     tiles = -(-t // tile)
     c = _Config(
-        w, top_k, tile, group, dot, weights is not None, scale is not None and not row_scaled,
+        w,
+        top_k,
+        tile,
+        group,
+        dot,
+        weights is not None,
+        scale is not None and not row_scaled,
         interpret,
     )
 
@@ -484,8 +500,21 @@ def _covered(start, end, batch, y_lead, m):
     return jnp.minimum(low, high), high
 
 
-def _call(c: _Config, size, tiles, t, scale_of, scale, plan: _Plan, a, a_map, source, out_dtype,
-          expected, chip):
+def _call(
+    c: _Config,
+    size,
+    tiles,
+    t,
+    scale_of,
+    scale,
+    plan: _Plan,
+    a,
+    a_map,
+    source,
+    out_dtype,
+    expected,
+    chip,
+):
     """The kernel over flat batches: [B, t, d], or the dot products like ``plan.columns``."""
     w = c.w
     if a_map is None:

@@ -213,9 +213,7 @@ def _pack_kernel(w: Words, tile, first, count, x, *rest):
                 store(
                     w.chunks,
                     [
-                        pltpu.bitcast(
-                            scales[pl.ds(base + _I32(part), 8, stride=per), :], jnp.int32
-                        )
+                        pltpu.bitcast(scales[pl.ds(base + _I32(part), 8, stride=per), :], jnp.int32)
                         for part in range(per)
                     ],
                 )
@@ -250,9 +248,7 @@ def pack(w: Words, x, scale, start, end, expected, chip: Chip, interpret):
         last = jnp.maximum(count[b] - _I32(1), _I32(0))
         return jnp.minimum(first[b] + jnp.minimum(i, last), _I32(tiles - 1))
 
-    in_specs = [
-        pl.BlockSpec((None, tile, w.width), lambda b, i, *s: (b, at(b, i, *s), _I32(0)))
-    ]
+    in_specs = [pl.BlockSpec((None, tile, w.width), lambda b, i, *s: (b, at(b, i, *s), _I32(0)))]
     operands = [x]
     scratch = []
     if w.scaled:
@@ -324,9 +320,7 @@ def start_row(w: Words, source, row, buffer, slot, semaphore):
         part = source.at[row >> _I32(3), :, within]
     else:
         part = source.at[pl.ds(row * _I32(w.height), w.height)]
-    pltpu.make_async_copy(
-        part, buffer.at[pl.ds(slot * _I32(w.pitch), w.height)], semaphore
-    ).start()
+    pltpu.make_async_copy(part, buffer.at[pl.ds(slot * _I32(w.pitch), w.height)], semaphore).start()
 
 
 def wait_rows(w: Words, count, most: int, buffer, semaphore):

@@ -108,8 +108,9 @@ def _chunk(width: int, limit: int) -> int:
     return max(d for d in range(1, whole + 1) if whole % d == 0 and d * _LANES <= limit) * _LANES
 
 
-def choose_tiles(m, p, q, groups, block_m, a_bytes, b_bytes, slab_bytes, out_dtype, rows, scales,
-                 chip: Chip) -> Tiles | None:
+def choose_tiles(
+    m, p, q, groups, block_m, a_bytes, b_bytes, slab_bytes, out_dtype, rows, scales, chip: Chip
+) -> Tiles | None:
     """The cheapest tiles that fit the chip's VMEM by an estimate, or None.
 
     Args:
@@ -157,8 +158,10 @@ def choose_tiles(m, p, q, groups, block_m, a_bytes, b_bytes, slab_bytes, out_dty
                     # cycles: the vector unit quantizes, the MXU multiplies, HBM carries
                     vector = rows * (s_width * n_r + r_width * r_reads) / 400
                     mxu = 2 * rows * n_s * ts * n_r * tr / chip.mxu_flops_per_cycle
-                    hbm = (rows * (s_width * n_r * s_bytes + r_width * r_reads * r_bytes)
-                           + groups * p * q * out_bytes) / chip.hbm_bytes_per_cycle
+                    hbm = (
+                        rows * (s_width * n_r * s_bytes + r_width * r_reads * r_bytes)
+                        + groups * p * q * out_bytes
+                    ) / chip.hbm_bytes_per_cycle
                     visits = (per_group * groups) * n_s * n_r
                     cost = max(vector, hbm) + mxu + visits * 1000
                     cost += visits * tp * tq / 512  # the accumulator's loads and stores
@@ -277,8 +280,9 @@ def _column(row):
     return jnp.transpose(jnp.broadcast_to(row, (_LANES, _LANES)))
 
 
-def _quantize(c: _Config, side: _Side, window, slab, scale, rowscale, full, first, count, base,
-              length, shift):
+def _quantize(
+    c: _Config, side: _Side, window, slab, scale, rowscale, full, first, count, base, length, shift
+):
     """Writes one window, quantized, into a slab: returns (number of strips, loop body).
 
     Args:
@@ -348,6 +352,7 @@ def _quantize(c: _Config, side: _Side, window, slab, scale, rowscale, full, firs
         for row, rows in pieces:
             carry = body(row, rows, carry)
         if not full:
+
             def one(i, carry):
                 return body(pl.multiple_of(i * _I32(step), step), step, carry)
 
@@ -359,6 +364,7 @@ def _quantize(c: _Config, side: _Side, window, slab, scale, rowscale, full, firs
         source = pl.multiple_of(jnp.minimum(column + shift, _I32(width - _LANES)), _LANES)
         inverse = None
         if side.scaled:
+
             def largest(x, so_far):
                 return jnp.maximum(so_far, jnp.max(jnp.abs(x), axis=0, keepdims=True))
 
@@ -385,9 +391,9 @@ def _quantize(c: _Config, side: _Side, window, slab, scale, rowscale, full, firs
 
         def write(row, rows, carry):
             if as_is:
-                slab[pl.ds(row, rows), pl.ds(column, _LANES)] = (
-                    window[pl.ds(row, rows), pl.ds(source, _LANES)]
-                )
+                slab[pl.ds(row, rows), pl.ds(column, _LANES)] = window[
+                    pl.ds(row, rows), pl.ds(source, _LANES)
+                ]
             else:
                 store(row, rows, rest(row, rows, source))
             return carry
@@ -413,8 +419,12 @@ def _product(c: _Config, a, b, a_scale, b_scale, acc, out, length, is_first):
         row = pl.multiple_of((i // _I32(tq // cq)) * _I32(cp), _LANES)
         column = pl.multiple_of((i % _I32(tq // cq)) * _I32(cq), _LANES)
         rows, columns = pl.ds(row, cp), pl.ds(column, cq)
-        x = dots.dot(a[pl.ds(0, length), rows], b[pl.ds(0, length), columns],
-                     (((0,), (0,)), ((), ())), c.chip)
+        x = dots.dot(
+            a[pl.ds(0, length), rows],
+            b[pl.ds(0, length), columns],
+            (((0,), (0,)), ((), ())),
+            c.chip,
+        )
         if fixed != 1.0:
             x = x * fixed
         if b_scale is not None:
@@ -482,8 +492,20 @@ def _kernel(c: _Config, shifts, tables, operands, out, scratch):
     def quantize(role, full):
         slab, scale = buffers(role, v)
         start = (base & _I32(3)) * _I32(_ALIGN)
-        return _quantize(c, sides[role], operands[role], slab, scale, (columns, start), full,
-                         new_first, new_count, base, length, shifts[role](code[v]))
+        return _quantize(
+            c,
+            sides[role],
+            operands[role],
+            slab,
+            scale,
+            (columns, start),
+            full,
+            new_first,
+            new_count,
+            base,
+            length,
+            shifts[role](code[v]),
+        )
 
     if columns is not None:
         role = c.a.resident if c.a.rowscale else c.b.resident
@@ -519,8 +541,9 @@ def _flat_map(batch, full):
     return np.broadcast_to(index, full).reshape(-1)
 
 
-def _call(c: _Config, blocks, starts, ends, maps, *, lhs, dout, lhs_scale, transpose, expected,
-          interpret):
+def _call(
+    c: _Config, blocks, starts, ends, maps, *, lhs, dout, lhs_scale, transpose, expected, interpret
+):
     """One pallas_call: [units, p, q].
 
     Args:
@@ -600,9 +623,7 @@ def _call(c: _Config, blocks, starts, ends, maps, *, lhs, dout, lhs_scale, trans
             unit, _, base = fetch(not lhs_resident, v, refs)
             return refs[9][unit], _I32(0), (base >> _I32(2)) * _I32(_LANES)
 
-        specs["rowscale"] = pl.BlockSpec(
-            (None, pl.Element(1), pl.Element(lanes)), scale_index
-        )
+        specs["rowscale"] = pl.BlockSpec((None, pl.Element(1), pl.Element(lanes)), scale_index)
     keys = list(specs)
 
     shapes = {}
@@ -627,12 +648,12 @@ def _call(c: _Config, blocks, starts, ends, maps, *, lhs, dout, lhs_scale, trans
     }
 
     def body(*refs):
-        prefetch, refs = refs[: len(scalars)], refs[len(scalars):]
+        prefetch, refs = refs[: len(scalars)], refs[len(scalars) :]
         operands = dict(zip(keys, refs[: len(keys)], strict=True))
         out = refs[len(keys)]
-        scratch = dict.fromkeys(
-            [("scale", True), ("scale", False), "acc", "rowscale"]
-        ) | dict(zip(names, refs[len(keys) + 1:], strict=True))
+        scratch = dict.fromkeys([("scale", True), ("scale", False), "acc", "rowscale"]) | dict(
+            zip(names, refs[len(keys) + 1 :], strict=True)
+        )
         _kernel(c, shifts, prefetch, operands, out, scratch)
 
     item = np.dtype(c.out_dtype).itemsize
@@ -675,7 +696,10 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
     m, k = lhs.shape[-2:]
     n, g = dout.shape[-1], x.starts.shape[-1]
     batch = np.broadcast_shapes(
-        lhs.shape[:-2], dout.shape[:-2], x.starts.shape[:-1], x.ends.shape[:-1],
+        lhs.shape[:-2],
+        dout.shape[:-2],
+        x.starts.shape[:-1],
+        x.ends.shape[:-1],
         () if x.lhs_scale is None else x.lhs_scale.shape[:-2],
     )
     out_dtype = np.dtype(p.out_dtype)
@@ -703,16 +727,29 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
     plain = [lhs.dtype, dout.dtype if scale is None else np.dtype(np.float32)]
     slabs = dots.dot_dtypes(*(q or d for q, d in zip(qdtypes, plain, strict=True)), chip)
     lhs_side = dict(qdtype=qdtypes[0], bound=None, slab=slabs[0], rowscale=False)
-    dout_side = dict(qdtype=qdtypes[1], bound=p.dout_bound if qdtypes[1] is not None else None,
-                     slab=slabs[1], rowscale=scale is not None)
+    dout_side = dict(
+        qdtype=qdtypes[1],
+        bound=p.dout_bound if qdtypes[1] is not None else None,
+        slab=slabs[1],
+        rowscale=scale is not None,
+    )
     sides = (dout_side, lhs_side) if p.transpose_out else (lhs_side, dout_side)
     arrays = (dout, lhs) if p.transpose_out else (lhs, dout)
     scales = tuple(s["qdtype"] is not None and s["bound"] is None for s in sides)
     rows = m * math.prod(batch) if p.expected_rows is None else int(p.expected_rows)
     tiles = choose_tiles(
-        m, arrays[0].shape[-1], arrays[1].shape[-1], units, p.block_m if any(scales) else None,
-        arrays[0].dtype.itemsize, arrays[1].dtype.itemsize, np.dtype(slabs[0]).itemsize,
-        out_dtype, rows, scales, chip,
+        m,
+        arrays[0].shape[-1],
+        arrays[1].shape[-1],
+        units,
+        p.block_m if any(scales) else None,
+        arrays[0].dtype.itemsize,
+        arrays[1].dtype.itemsize,
+        np.dtype(slabs[0]).itemsize,
+        out_dtype,
+        rows,
+        scales,
+        chip,
     )
     if tiles is None:
         raise NotImplementedError(
@@ -729,8 +766,15 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
     p_width, q_width = (y.shape[-1] for y in arrays)
     tile_count = -(-p_width // tiles.tp) * -(-q_width // tiles.tq)
     count = math.prod(batch)
-    call = functools.partial(_call, c, lhs=lhs, dout=dout, lhs_scale=scale,
-                             transpose=p.transpose_out, interpret=interpret)
+    call = functools.partial(
+        _call,
+        c,
+        lhs=lhs,
+        dout=dout,
+        lhs_scale=scale,
+        transpose=p.transpose_out,
+        interpret=interpret,
+    )
     if count == 1 or count * blocks * tile_count <= _MAX_VISITS:
         out = call(count * blocks, starts, ends, maps, expected=rows)
     else:

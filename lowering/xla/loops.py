@@ -7,7 +7,7 @@ work is that of the valid rows (rounded up to a tile per group), whatever the bu
 
 XLA on CPU has no slice or update of 8- and 16-bit floats: around each it widens the whole buffer,
 which would cost the buffer's size in every step. So a buffer that a loop writes holds the bits of
-such floats as integers (`bits_dtype`, `to_bits`, `view`), and one that it reads is read as integers.
+such floats as integers (`bits_dtype`, `to_bits`, `view`); one that it reads is read as integers.
 """
 
 from typing import NamedTuple
@@ -84,7 +84,7 @@ def to_bits(x, dtype):
 
 
 def zeros_apart(shape, dtype, source):
-    """Zeros, as `bits_dtype`, that XLA does not merge with those made from another array ``source``.
+    """Zeros, as `bits_dtype`, that XLA does not merge with those made from another ``source``.
 
     It makes one buffer of equal zeros, and where several loops write into it a copy for each.
     """

@@ -46,9 +46,7 @@ def ragged_gather(x, p, *, platform):
                 w = lax.dynamic_slice(weights, (w_batch[b] * np.int32(m) + first,), (rows,))
                 values[-1] = _times(values[-1], w[:, None], valid[:, None], scaled, dtype)
             target = b * np.int32(m) + first
-            return [
-                loops.put_rows(o, target, v, mask) for o, v in zip(outs, values, strict=True)
-            ]
+            return [loops.put_rows(o, target, v, mask) for o, v in zip(outs, values, strict=True)]
 
         return loops.for_tiles(todo.start[i], todo.end[i], m, rows, tile, outs)
 

@@ -7,7 +7,7 @@ from fp8moe_prims.lowering.xla.ragged_gather_reduce import over_tokens
 
 
 def ragged_gather_dot(x, p, *, platform):
-    """RaggedGatherDotOperands, RowsParams -> [*b, t, top_k]; see fp8moe_prims/ragged_gather_dot.py."""
+    """RaggedGatherDotOperands, RowsParams -> [*b, t, top_k]."""
     del platform
     top_k = x.indices.shape[-1]
 

@@ -8,7 +8,7 @@ from fp8moe_prims.lowering.xla import loops
 
 
 def ragged_gather_reduce(x, p, *, platform):
-    """RaggedGatherReduceOperands, RowsParams -> [*b, t, d]; see fp8moe_prims/ragged_gather_reduce.py."""
+    """RaggedGatherReduceOperands, RowsParams -> [*b, t, d]."""
     del platform
     d, top_k = x.y.shape[-1], x.indices.shape[-1]
     weights_lead = () if x.weights is None else x.weights.shape[:-2]
@@ -30,7 +30,7 @@ def over_tokens(x, tile, width, extra_lead, weights, own, out_dtype):
 
     Args:
       x: has y, y_scale, indices, start and end.
-      tile: (named, weights [rows, top_k], own [rows, d]) -> float32 [rows, width], where named(j) is
+      tile: (named, weights [rows, top_k], own [rows, d]) -> float32 [rows, width]; named(j) is
         the dequantized rows that the tokens' j-th index names, and whether it is one.
       extra_lead, weights: batch dimensions of the weights [*b, t, top_k], or of own [*b, t, d].
       own: rows of the tokens themselves, or None.

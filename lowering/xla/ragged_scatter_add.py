@@ -8,7 +8,7 @@ from fp8moe_prims.lowering.xla import loops
 
 
 def ragged_scatter_add(x, p, *, platform):
-    """RaggedScatterAddOperands, ScatterParams -> [*b, t, d]; see fp8moe_prims/ragged_scatter_add.py."""
+    """RaggedScatterAddOperands, ScatterParams -> [*b, t, d]."""
     del platform
     *rows_lead, r, d = x.rows.shape
     *target_lead, _, k = x.targets.shape

@@ -14,7 +14,7 @@ from fp8moe_prims.lowering.xla import loops
 
 
 def tgmm_quant(x, p, *, platform):
-    """TgmmOperands, TgmmParams -> [*b, g, k, n] or [*b, g, n, k]; see fp8moe_prims/tgmm_quant.py."""
+    """TgmmOperands, TgmmParams -> [*b, g, k, n] or [*b, g, n, k]."""
     del platform
     *lhs_lead, m, k = x.lhs.shape
     *dout_lead, _, n = x.dout.shape
