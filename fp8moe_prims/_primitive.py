@@ -62,6 +62,21 @@ def _current_lowering() -> str:
     return choice
 
 
+def wait_for_callbacks(ignore_errors: bool) -> None:
+    """Waits for the host callbacks that are still running.
+
+    Args:
+      ignore_errors: a callback that raised leaves a failed token behind, which would raise again at
+        every later wait and at exit: forget it.
+    """
+    try:
+        jax.effects_barrier()
+    except jax.errors.JaxRuntimeError:
+        if not ignore_errors:
+            raise
+        dispatch.runtime_tokens.clear()
+
+
 # ------------------------------------------------------------------------------------ effects
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from fp8moe_prims import dense
+from fp8moe_prims import debug, dense
 from fp8moe_prims._primitive import (
     batch_leading,
     define,
@@ -136,6 +136,10 @@ def gmm(
         raise ValueError(f"lhs and rhs: k and n must be at least 1, got {x.shape} and {w.shape}")
     check_row_scale("lhs", x_scale, m)
     starts, ends = group_ranges(group_sizes, group_starts, group_offset, g, m)
+    if debug.enabled():
+        debug.check_groups("gmm", group_sizes, group_starts, group_offset, g, m)
+        debug.check_scale("gmm", "lhs", x_scale, starts, ends)
+        debug.check_scale("gmm", "rhs", w_scale)
     out_dtype = result_dtype(
         preferred_element_type, *(a.dtype for a, s in ((x, x_scale), (w, w_scale)) if s is None)
     )
@@ -203,7 +207,8 @@ def result_dtype(preferred, *unquantized) -> np.dtype:
         return dtype
     if not unquantized:
         return np.dtype(jnp.bfloat16)
-    return np.dtype(jnp.promote_types(unquantized[0], unquantized[-1]))
+    first, last = (np.dtype(d) for d in (unquantized[0], unquantized[-1]))
+    return first if first == last else np.dtype(np.float32)  # also under strict promotion
 
 
 # ------------------------------------------------------------------------------------- rules

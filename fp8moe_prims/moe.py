@@ -48,8 +48,8 @@ class MoEConfig:
       ragged_buffer_factor: rows of the buffer, as a multiple of the balanced number (tokens of all
         shards * top_k / shards); rows beyond are dropped, last expert first. <= 0: the worst case,
         nothing is ever dropped.
-      quantize_before_all_gather: tokens travel and are sorted in fp8; False: in their own dtype, and
-        are quantized inside the kernels.
+      quantize_before_all_gather: tokens travel and are sorted in fp8; False: in their own dtype,
+        and are quantized inside the kernels.
       ring_cotangent_all_gather: reserved for the ring kernels; jax.lax collectives run either way.
       save_sorted_inputs: name the sorted tokens and the routing (SAVED_NAMES), so that
         ``jax.checkpoint(layer, policy=moe.save_sorted_inputs_policy)`` keeps them, and runs neither
@@ -102,9 +102,9 @@ save_sorted_inputs_policy = jax.checkpoint_policies.save_only_these_names(*SAVED
 def moe_ffn(x, router_logits, w_gate, w_up, w_down, *, config: MoEConfig):
     """Routes tokens to their top_k experts and sums what these make of them.
 
-    ``y = sum_j p_j * (activation(x @ w_gate[e_j]) * (x @ w_up[e_j])) @ w_down[e_j]``, over the top_k
-    experts e_j of the softmax p of the logits. With ``config.ep_axis`` it is called inside shard_map:
-    x and the logits are a shard's tokens, the weights its experts.
+    ``y = sum_j p_j * (activation(x @ w_gate[e_j]) * (x @ w_up[e_j])) @ w_down[e_j]``, over the
+    top_k experts e_j of the softmax p of the logits. With ``config.ep_axis`` it is called inside
+    shard_map: x and the logits are a shard's tokens, the weights its experts.
 
     Args:
       x: tokens [t, d], bfloat16, float16 or float32.
@@ -120,13 +120,14 @@ def moe_ffn(x, router_logits, w_gate, w_up, w_down, *, config: MoEConfig):
       ``needed_factor`` float32 [], the least ragged_buffer_factor that would have dropped none.
 
     Raises:
-      TypeError, ValueError: an argument has the wrong rank, shape or dtype, or ep_axis is not bound.
+      TypeError, ValueError: an argument has a wrong rank, shape or dtype, or ep_axis is not bound.
 
     >>> import jax, jax.numpy as jnp
     >>> from fp8moe_prims.moe import MoEConfig, moe_ffn
     >>> x, logits = jnp.ones((8, 32)), jnp.zeros((8, 4))
     >>> w, w_down = jnp.ones((4, 32, 16)), jnp.ones((4, 16, 32))
-    >>> y, stats = moe_ffn(x, logits, w, w, w_down, config=MoEConfig(num_experts=4, top_k=2))
+    >>> layer = jax.jit(moe_ffn, static_argnames="config")
+    >>> y, stats = layer(x, logits, w, w, w_down, config=MoEConfig(num_experts=4, top_k=2))
     >>> y.shape, stats["rows_dropped"]
     ((8, 32), Array(0, dtype=int32))
     """
@@ -149,7 +150,7 @@ def moe_ffn(x, router_logits, w_gate, w_up, w_down, *, config: MoEConfig):
 
 
 def _moe_part(x, logits, w_gate, w_up, w_down, config, shards):
-    """One chunk: (y [t, d], (rows per expert of this shard's tokens, rows dropped, needed factor))."""
+    """One chunk: (y [t, d], (rows per expert of this shard's tokens, dropped, needed factor))."""
     axis, recipe = config.ep_axis, config.recipe
     weights, experts = route(logits, config)  # [t, top_k] each
     counts = jnp.zeros(config.num_experts, jnp.int32).at[experts.reshape(-1)].add(1)
@@ -179,13 +180,12 @@ def _moe_part(x, logits, w_gate, w_up, w_down, config, shards):
     if axis is not None:
         y = reduce_scatter(y, axis)
 
-    rows_here = jnp.sum(plan.sizes, dtype=jnp.int32)
-    dropped = rows_here - plan.end
-    return y, (counts, dropped, rows_here.astype(jnp.float32) / np.float32(plan.balanced))
+    needed = plan.routed.astype(jnp.float32) / np.float32(plan.balanced)
+    return y, (counts, plan.routed - plan.end, needed)
 
 
 def route(logits, config: MoEConfig):
-    """(weights float32, experts int32), [t, top_k] each: the top_k of the softmax over all experts."""
+    """(weights float32, experts int32), [t, top_k] each: the top_k of the softmax over experts."""
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     weights, experts = lax.top_k(probabilities, config.top_k)
     if config.norm_topk_prob:
@@ -197,19 +197,20 @@ def route(logits, config: MoEConfig):
 class RowPlan:
     """Which row of the buffer holds which token, for the experts of this shard.
 
-    A *slot* is a (token, j) pair, numbered token * top_k + j. Rows are ordered by expert, then slot.
+    A *slot* is a (token, j) pair, numbered token * top_k + j. Rows are ordered by expert and slot.
     """
 
     token: jax.Array  # int32 [m], token of each row
     slot: jax.Array  # int32 [m], slot of each row
     position: jax.Array  # int32 [t, top_k], row of each slot; those of other shards lie beyond end
-    sizes: jax.Array  # int32 [e_local], rows routed to each local expert; they may overrun m
+    sizes: jax.Array  # int32 [e_local], rows of each local expert in the buffer
     end: jax.Array  # int32 [], rows in use
+    routed: jax.Array  # int32 [], rows that local experts got, in the buffer or dropped
     balanced: int  # rows of a shard if routing were even
 
     def name(self):
         """The same, named for a checkpoint policy."""
-        fields = ("token", "slot", "position", "sizes", "end")
+        fields = ("token", "slot", "position", "sizes", "end", "routed")
         named = {f: checkpoint_name(getattr(self, f), SAVED_NAMES[1]) for f in fields}
         return dataclasses.replace(self, **named)
 
@@ -225,22 +226,24 @@ def sort_rows(experts, e_local: int, config: MoEConfig, shards: int) -> RowPlan:
     slots = jnp.arange(total, dtype=jnp.int32)
     order = _sorted_slots(local, slots, config.num_experts)
     position = jnp.zeros(total, jnp.int32).at[order].set(slots, unique_indices=True)
-    sizes = jnp.zeros(config.num_experts, jnp.int32).at[local].add(1)[:e_local]
+    routed = jnp.zeros(config.num_experts, jnp.int32).at[local].add(1)[:e_local]
     balanced = max(1, -(-total // shards))
     m = buffer_rows(total, balanced, min(top_k, e_local) * t, config.ragged_buffer_factor)
     slot = order[:m]
+    ends = jnp.minimum(jnp.cumsum(routed, dtype=jnp.int32), np.int32(m))
     return RowPlan(
         token=slot // np.int32(top_k),
         slot=slot,
         position=position.reshape(t, top_k),
-        sizes=sizes,
-        end=jnp.minimum(jnp.sum(sizes, dtype=jnp.int32), np.int32(m)),
+        sizes=jnp.diff(ends, prepend=np.int32(0)),
+        end=ends[-1],
+        routed=jnp.sum(routed, dtype=jnp.int32),
         balanced=balanced,
     )
 
 
 def _sorted_slots(local, slots, num_experts: int):
-    """The slots, ordered by expert and then by slot: one sort of one integer each where both fit."""
+    """The slots, ordered by expert and then by slot: a sort of one integer each where both fit."""
     total = slots.shape[0]
     if num_experts * total >= 2**31:
         return lax.sort((local, slots), num_keys=1, is_stable=True)[1]

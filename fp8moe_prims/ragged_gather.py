@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from fp8moe_prims import debug
 from fp8moe_prims._primitive import (
     batch_leading,
     define,
@@ -72,8 +73,8 @@ def ragged_gather(
 ):
     """Gathers rows into the ragged buffer.
 
-    ``out[i] = x[indices[i]] (* weights[i])`` for ``start <= i < end``. Values are moved bit for bit;
-    a product with a weight is computed in float32 and rounded once.
+    ``out[i] = x[indices[i]] (* weights[i])`` for ``start <= i < end``. Values are moved bit for
+    bit; a product with a weight is computed in float32 and rounded once.
 
     Args:
       x: [t, d], bfloat16, float16, float32, a QArray with a scale [t, 1], [1, 1] or [1, d], or a
@@ -109,7 +110,7 @@ def ragged_gather(
     else:
         values, scale, carrier = operand("x", x, ("t", "d"))
     t, d = values.shape
-    indices = check_indices("indices", indices, 1)
+    given, indices = jnp.asarray(indices), check_indices("indices", indices, 1)
     m = indices.shape[0]
     weights = check_weights("weights", weights, (m,))
     if scale is not None:
@@ -118,7 +119,10 @@ def ragged_gather(
         inverse = check_indices("inverse", inverse, 2)
         if inverse.shape[0] != t:
             raise ValueError(f"inverse: takes [t, top_k] with t = {t}, got {inverse.shape}")
-    start, end = row_range(start, end, m)
+    start, end = row_range("ragged_gather", start, end, m)
+    if debug.enabled():
+        debug.check_indices("ragged_gather", given, start, end, t)
+        debug.check_scale("ragged_gather", "x", scale)
     params = RowsParams(np.dtype(values.dtype), tail, check_rows("expected_rows", expected_rows))
     operands = RaggedGatherOperands(values, indices, start, end, weights, scale, inverse=inverse)
     out = ragged_gather_p.call(operands, params)
@@ -172,7 +176,7 @@ def _ragged_gather_batch_rule(x, dims, p):
 
 
 def _ragged_gather_jvp_rule(x: RaggedGatherOperands, t: RaggedGatherOperands, p: RowsParams):
-    """dout = gather(dx, weights) + gather(x, dweights); a quantized result has a carrier's tangent."""
+    """dout = gather(dx, weights) + gather(x, dweights); of a quantized result the carrier's is."""
     out = ragged_gather_p.call(x, p)
     if x.x_scale is not None or is_data(x.x):
         return out, [None] * len(out)

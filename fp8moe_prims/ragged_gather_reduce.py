@@ -13,12 +13,12 @@ Linear in y and in weights; float32 accumulation, j ascending. Transposed:
     dweights = gather_dot(dout, y, indices)
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from fp8moe_prims import debug
 from fp8moe_prims._primitive import (
     batch_leading,
     define,
@@ -99,7 +99,9 @@ def ragged_gather_reduce(
         inverse = check_indices("inverse", inverse, 1)
         if inverse.shape != (m,):
             raise ValueError(f"inverse: takes [m] with m = {m}, got {inverse.shape}")
-    start, end = row_range(start, end, m)
+    start, end = row_range("ragged_gather_reduce", start, end, m)
+    if debug.enabled():
+        debug.check_scale("ragged_gather_reduce", "y", scale, start, end)
     dtype = np.dtype(jnp.bfloat16) if scale is not None else np.dtype(values.dtype)
     return ragged_gather_reduce_p.call(
         RaggedGatherReduceOperands(values, indices, start, end, weights, scale, carrier, inverse),

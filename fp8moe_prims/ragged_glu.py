@@ -57,7 +57,7 @@ class Glu:
 
 @dataclasses.dataclass(frozen=True)
 class Jvp:
-    """The derivative of ``fn`` in argument ``wrt``, in the direction of a further, last argument."""
+    """The derivative of ``fn`` in argument ``wrt``, in the direction of one more, last argument."""
 
     fn: Any
     wrt: int
@@ -169,7 +169,7 @@ def ragged_glu(
         tail=tail,
         expected_rows=check_rows("expected_rows", expected_rows),
     )
-    operands = RaggedGluOperands(*row_range(start, end, m), values)
+    operands = RaggedGluOperands(*row_range("ragged_glu", start, end, m), values)
     out = ragged_glu_p.call(operands, params)
     if params.qdtype is None:
         return out[0]

@@ -6,7 +6,7 @@
 
 Linear in rows and in weights, and the transpose of gather_reduce:
 
-    drows = gather_reduce(dout, targets, weights)           dweights = gather_dot(rows, dout, targets)
+    drows = gather_reduce(dout, targets, weights)         dweights = gather_dot(rows, dout, targets)
 
 Slower than a gather and not parallel over duplicates: pass an ``inverse`` to the gathers.
 """

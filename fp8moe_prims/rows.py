@@ -1,20 +1,22 @@
 """What the operations on the rows of a ragged buffer share: ranges, checks, weights."""
 
 import jax.numpy as jnp
-import numpy as np
 
+from fp8moe_prims import debug
 from fp8moe_prims.groups import clip_integers, integers
 from fp8moe_prims.lowering import numerics
 from fp8moe_prims.qarray import WIDE_DTYPES
 
 
-def row_range(start, end, m: int):
-    """(start, end) as int32 scalars clamped to [0, m]; end None is m; an inverted range is empty."""
+def row_range(op: str, start, end, m: int):
+    """(start, end), int32 scalars clamped to [0, m]; end None is m; an inverted range is empty."""
     out = []
     for name, x in (("start", start), ("end", m if end is None else end)):
         x = integers(name, x)
         if x.shape not in ((), (1,)):
             raise ValueError(f"{name}: takes a scalar, shape () or (1,), got {x.shape}")
+        if debug.enabled():
+            debug.report(op, name, (x < 0) | (x > m), f"must lie in [0, {m}]", x)
         out.append(clip_integers(x, 0, m).reshape(()))
     return tuple(out)
 

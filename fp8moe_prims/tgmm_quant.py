@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from fp8moe_prims import debug
 from fp8moe_prims._primitive import (
     batch_leading,
     define,
@@ -137,6 +138,9 @@ def tgmm_quant(
     starts, ends = group_ranges(
         group_sizes, group_starts, group_offset, num_groups, m, allow_fewer=True
     )
+    if debug.enabled():
+        debug.check_groups("tgmm_quant", group_sizes, group_starts, group_offset, num_groups, m)
+        debug.check_scale("tgmm_quant", "lhs", x_scale, starts, ends)
     wide = (dy.dtype,) if x_scale is not None else (x.dtype, dy.dtype)
     operands = TgmmOperands(x, dy, starts, ends, x_scale, x_carrier)
     return tgmm_quant_p.call(
