@@ -262,6 +262,24 @@ def _fused_row_ops(module: Module, computation: str, where: str, rows: int) -> I
                 yield row_op
 
 
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
+def collectives(text: str) -> dict[str, tuple[int, int]]:
+    """kind -> (how many, bytes of their results), of an optimized HLO module."""
+    out = {}
+    for instructions in parse_hlo(text).computations.values():
+        for op in instructions.values():
+            kind = op.opcode.removesuffix("-start")
+            if kind not in COLLECTIVES or not op.results:
+                continue
+            # The result of a start holds the operands too: its last array is what arrives.
+            arrived = op.results[-1:] if op.opcode.endswith("-start") else op.results
+            count, size = out.get(kind, (0, 0))
+            out[kind] = count + 1, size + sum(a.bytes for a in arrived)
+    return out
+
+
 # ------------------------------------------------------------------------------ reading a jaxpr
 
 
@@ -272,7 +290,7 @@ def report_of_jaxpr(jaxpr, rows: int, ours: str = "fp8moe_") -> Report:
     while pending:
         for eqn in getattr(pending[-1], "jaxpr", pending.pop()).eqns:
             name = eqn.primitive.name
-            inner = [j for value in eqn.params.values() for j in _jaxprs(value)]
+            inner = [j for value in eqn.params.values() for j in jaxprs(value)]
             touched = [_array_of(v.aval) for v in (*eqn.invars, *eqn.outvars)]
             if name.startswith(ours):
                 fused[name] += 1
@@ -286,12 +304,12 @@ def report_of_jaxpr(jaxpr, rows: int, ours: str = "fp8moe_") -> Report:
     return Report(fused, row_ops)
 
 
-def _jaxprs(value):
+def jaxprs(value):
     if hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns"):
         yield value
     elif isinstance(value, (tuple, list)):
         for v in value:
-            yield from _jaxprs(v)
+            yield from jaxprs(v)
 
 
 _HLO_NAMES = {"bool": "pred", "bfloat16": "bf16"}

@@ -1,9 +1,14 @@
 """Compares the fused operations with the dense quantize chain around ``jax.lax.ragged_dot``.
 
     python tools/bench.py cpu [--json FILE] [--png FILE]
+    python tools/bench.py layer [--json FILE]
 
 `cpu` times both sides on this machine, in one run, repetition by repetition in turn. Only ratios
 mean something: the absolute times are this machine's, under whatever else it was doing.
+
+`layer` compiles the expert-parallel layer ahead of time for a TPU topology, with both backwards,
+and prints the temporaries and collectives that the compiler reports. With `--target cpu` it times
+the layer instead, over as many host devices, on buffers of each factor.
 """
 
 import argparse
@@ -16,6 +21,7 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from tools import _bench_layer, _tpu
 
 # ---------------------------------------------------------------------------- the dense chain
 
@@ -104,17 +110,6 @@ def forward_and_gradients(gmm):
     return jax.jit(both)
 
 
-def fill(shapes, dtype):
-    """jitted function of no arguments that makes arrays of zeros."""
-    import jax
-    import jax.numpy as jnp
-
-    # Zeros that are arguments: equal constants would be merged, and one filled array copied.
-    zeros = [jnp.zeros((), dtype) for _ in shapes]
-    fn = jax.jit(lambda *z: [jnp.broadcast_to(v, s) for v, s in zip(z, shapes, strict=True)])
-    return lambda: fn(*zeros)
-
-
 def problem(factor, options):
     """(lhs, rhs, sizes, dout) on a buffer of factor * valid rows, the tail holding large values."""
     import jax.numpy as jnp
@@ -158,7 +153,7 @@ def measure_cpu(options, say):
         say(f"compiling for a buffer of {factor} * {options.rows} rows")
         a, b = ours(*args), dense(*args)
         check_equal(a, b)
-        zeros = fill([x.shape for x in a], a[0].dtype)
+        zeros = _bench_layer.fill(a)
         jax.block_until_ready(zeros())
         sides[factor] = {
             "ours": lambda args=args: ours(*args),
@@ -318,6 +313,33 @@ def _add_cpu(commands) -> None:
     _add_outputs(cpu)
 
 
+def run_layer(options) -> None:
+    on_cpu = options.target == "cpu"
+    if on_cpu:
+        _bench_layer.force_host_devices(options.ep)
+    else:
+        _tpu.set_environment()
+    measure = _bench_layer.time_on_cpu if on_cpu else _bench_layer.compile_for_tpu
+    rows = measure(options, lambda text: print(text, file=sys.stderr, flush=True))
+    print((_bench_layer.cpu_table if on_cpu else _bench_layer.tpu_table)(rows, options))
+    if options.json:
+        with open(options.json, "w") as f:
+            json.dump({"benchmark": "layer", "target": options.target, "table": rows}, f, indent=2)
+
+
+def _add_layer(commands) -> None:
+    layer = commands.add_parser(
+        "layer",
+        help="memory of the expert-parallel layer, compiled for TPUs",
+        description="Compiles the expert-parallel layer, forward and all gradients, for a TPU"
+        " topology, with both backwards; or times it over host devices.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    layer.set_defaults(run=run_layer)
+    _bench_layer.add_arguments(layer, _positive)
+    layer.add_argument("--json", metavar="FILE", help="write all figures there")
+
+
 def _add_outputs(parser) -> None:
     """Options that every subcommand has."""
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
@@ -343,7 +365,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
         prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(title="benchmarks", dest="command", required=True)
-    for add in (_add_cpu,):
+    for add in (_add_cpu, _add_layer):
         add(commands)
     return parser.parse_args(argv)
 

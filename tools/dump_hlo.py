@@ -16,15 +16,9 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from tools import _hlo
+from tools import _hlo, _tpu
 
-TOPOLOGIES = {
-    "tpu7x": "tpu7x:2x2x1",
-    "v6e": "v6e:2x2",
-    "v5p": "v5p:2x2x1",
-    "v5e": "v5e:2x2",
-}
-TARGETS = ("cpu", *TOPOLOGIES)
+TARGETS = ("cpu", *_tpu.TOPOLOGIES)
 STAGES = ("jaxpr", "stablehlo", "hlo")
 BACKWARDS = ("in_kernel", "dense")
 DEFAULT_SHAPE = "16384,1024,512,8"
@@ -230,15 +224,6 @@ def build(op: str, shape: Shape, *, grad: bool = False, backward: str = "in_kern
     return dataclasses.replace(program, fn=gradient, args=(cotangent, *program.args))
 
 
-def set_environment() -> None:
-    """Keeps JAX on the CPU and libtpu from looking for a TPU; before jax is imported."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-4")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-
-
 def lower(program: Program, target: str):
     """``jax.jit(fn).lower(...)`` for the CPU or for one device of a TPU topology."""
     import jax
@@ -246,15 +231,8 @@ def lower(program: Program, target: str):
     if target == "cpu":
         return jax.jit(program.fn).lower(*program.args)
     import numpy as np
-    from jax.experimental import topologies
 
-    try:
-        topology = topologies.get_topology_desc(TOPOLOGIES[target], platform="tpu")
-    except Exception as e:
-        raise SystemExit(
-            f"dump_hlo: --target {target} needs the TPU compiler: pip install libtpu ({e})"
-        ) from e
-    mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("x",))
+    mesh = jax.sharding.Mesh(np.array(_tpu.devices(target)[:1]), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -422,7 +400,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
 
 def main(argv=None) -> None:
     options = parse_arguments(argv)
-    set_environment()
+    _tpu.set_environment()
     op, shape, grad, target = options.op, options.shape, options.grad, options.target
     if options.summary:
         columns = {b: summarize(op, shape, grad=grad, backward=b, target=target) for b in BACKWARDS}
