@@ -21,12 +21,15 @@ setup(
     python_requires=">=3.11",
     install_requires=["jax>=0.10.2", "jaxlib>=0.10.2", "numpy", "ml_dtypes", "absl-py"],
     extras_require={
-        # pytest-xdist: both cores; libtpu: ahead-of-time compilation; flatbuffers: jax.export
-        "test": ["pytest", "pytest-xdist", "libtpu", "flatbuffers", "build"],
+        # pytest-xdist: both cores; hypothesis: the fuzzer; libtpu: ahead-of-time compilation;
+        # flatbuffers: jax.export; build: the wheel
+        "test": ["pytest", "pytest-xdist", "hypothesis", "libtpu", "flatbuffers", "build"],
+        # to hold our drop-in forms against those libraries; they need Python 3.12
+        "interop": [f"{name}; python_version >= '3.12'" for name in ("qwix", "tokamax==0.0.17")],
         "tpu": ["libtpu"],  # to compile for TPU
         "plots": ["matplotlib"],  # the examples' and benchmarks' pictures
     },
-    packages=["fp8moe_prims", *LOWERING],
+    packages=["fp8moe_prims", "fp8moe_prims.compat", *LOWERING],
     package_dir={"fp8moe_prims": "fp8moe_prims", "fp8moe_prims.lowering": "lowering"},
     package_data={"fp8moe_prims": ["py.typed"]},
 )

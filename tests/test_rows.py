@@ -1,53 +1,25 @@
 """The operations that move rows: values, gradients of both orders, batching, poisoned rows."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
 import fp8moe_prims as fp8
-from tests import helpers, row_cases
+from tests import checks, helpers, row_cases
 
 CASES = row_cases.CASES
 GRAD = [c for c in CASES if "grad" in c.tags]
 
 
-_jitted = functools.cache(lambda name, case: jax.jit(case.function()))
-
-
-def _run(case, lowering, x=None):
-    plain, weights = row_cases.as_jax(case)
-    with fp8.use_lowering(lowering):
-        return _jitted(case.name, case)(plain if x is None else x, weights)
-
-
-def _values(out):
-    return row_cases.values_of(jax.tree.map(np.asarray, out))
-
-
-def _tolerance(case, dtype):
-    """Moves are exact; sums and products round in float32, results in their own dtype."""
-    if case.op == "ragged_gather" and not case.weights:
-        return 0.0
-    eps = float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
-    return max(4 * eps, 5e-6)
-
-
 class ValuesTest(parameterized.TestCase):
-    def _check(self, case, lowering):
-        out = _run(case, lowering)
-        dtype = np.float32 if isinstance(out, fp8.QArray) else out.dtype
-        helpers.assert_close(_values(out), case.reference(), _tolerance(case, dtype))
-
     @helpers.named(CASES)
     def test_xla(self, case):
-        self._check(case, "xla")
+        checks.rows_value(case, "xla")
 
     @helpers.named([c for c in CASES if "interpret" in c.tags][::6])
     def test_interpret(self, case):
-        self._check(case, "interpret")
+        checks.rows_value(case, "interpret")
 
     @parameterized.product(lowering=["xla", "interpret"], kind=["f32", "e4m3", "q:e4m3:row"])
     def test_bits_move_unchanged(self, lowering, kind):
@@ -58,7 +30,7 @@ class ValuesTest(parameterized.TestCase):
         bits = np.random.default_rng(0).integers(0, 256, (40, 128 * q.dtype.itemsize), np.uint8)
         q = jnp.asarray(bits.view(q.dtype))
         x = fp8.QArray(q, x.scale) if kind.startswith("q:") else q
-        out = _run(case, lowering, x)
+        out = checks.run_rows(case, lowering, x)
         token = case.inputs["token"]
         got = out.qvalue if kind.startswith("q:") else out
         helpers.assert_same_bits(got, np.asarray(q)[token])
@@ -68,11 +40,11 @@ class ValuesTest(parameterized.TestCase):
     @parameterized.product(lowering=["xla", "interpret"], op=["ragged_gather_reduce", "ragged_glu"])
     def test_rows_out_of_range_change_no_bit(self, lowering, op):
         case = row_cases.RowCase("poison", op, 24, 4, 128, start=9, end=70)
-        clean = _run(case, lowering)
+        clean = checks.run_rows(case, lowering)
         x = np.array(case.inputs["x"])
         for value in (np.nan, np.inf):
             x[:9], x[70:] = value, value
-            helpers.assert_same_bits(_run(case, lowering, jnp.asarray(x)), clean)
+            helpers.assert_same_bits(checks.run_rows(case, lowering, jnp.asarray(x)), clean)
 
     @parameterized.parameters("xla", "interpret")
     def test_quantized_glu(self, lowering):
@@ -80,46 +52,23 @@ class ValuesTest(parameterized.TestCase):
             case = row_cases.RowCase(
                 f"glu/{qdtype}", "ragged_glu", 60, 1, 160, end=50, options=(("qdtype", qdtype),)
             )
-            out = _run(case, lowering)
+            out = checks.run_rows(case, lowering)
             self.assertEqual(out.scale.shape, (60, 1))
             want = case.reference()
-            error = np.abs(_values(out) - want).max(axis=1)
+            error = np.abs(checks.values(out) - want).max(axis=1)
             step = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}[qdtype]
             self.assertTrue((error <= step * np.abs(want).max(axis=1) * 1.001).all())
-            self.assertTrue((_values(out)[50:] == 0).all())
+            self.assertTrue((checks.values(out)[50:] == 0).all())
 
 
 class GradientTest(parameterized.TestCase):
-    def _check(self, case, lowering):
-        x, w = row_cases.as_jax(case)
-        quantized = isinstance(x, fp8.QArray)
-        fn = case.function()
-
-        def call(values, w):
-            out = fn(fp8.QArray(x.qvalue, x.scale, values) if quantized else values, w)
-            return out.dequantize() if isinstance(out, fp8.QArray) else out
-
-        values = jnp.asarray(row_cases.values_of(case.inputs["x"]).astype(np.float32))
-        values = values if quantized else x
-        with fp8.use_lowering(lowering):
-            out = jax.eval_shape(call, values, w)
-            ct = np.random.default_rng(0).standard_normal(out.shape).astype(out.dtype)
-            pull = lambda v, w, ct: jax.vjp(call, v, w)[1](ct)
-            got = jax.jit(pull)(values, w, jnp.asarray(ct))
-        want = case.gradients(ct.astype(np.float64))
-        eps = 4 * float(jnp.finfo(out.dtype).eps)
-        for g, r, arg in zip(got, want, (values, w), strict=True):
-            if r is not None:
-                self.assertEqual(g.dtype, arg.dtype)
-                helpers.assert_close(g, r, max(eps, 5e-6))
-
     @helpers.named(GRAD)
     def test_equals_reference(self, case):
-        self._check(case, "xla")
+        checks.rows_gradients(case, "xla")
 
     @helpers.named([c for c in GRAD if "interpret" in c.tags][::9])
     def test_equals_reference_interpreted(self, case):
-        self._check(case, "interpret")
+        checks.rows_gradients(case, "interpret")
 
     @helpers.named([c for c in GRAD if c.weights and c.kind == "f32"])
     def test_second_order(self, case):
@@ -136,13 +85,16 @@ class GradientTest(parameterized.TestCase):
             return jnp.sum(y * w[..., None], axis=1)
 
         loss = lambda f: lambda *a: jnp.sum(jnp.sin(f(*a)))
-        for a in (0, 1):
-            second = lambda f: lambda *z: jnp.sum(jax.grad(loss(f), a)(*z) ** 2)  # noqa: B023
-            for b in (0, 1):
-                got, want = (
-                    jax.jit(jax.grad(second(f), b))(*args) for f in (case.function(), plain)
-                )
-                helpers.assert_close(got, want, 1e-4)
+
+        def second(f):
+            """The gradients of |df/dx|^2 and |df/dw|^2."""
+            squares = lambda *z: [jnp.sum(g**2) for g in jax.grad(loss(f), (0, 1))(*z)]
+            return jax.jit(lambda *z: jax.jacrev(squares, (0, 1))(*z))(*args)
+
+        for got, want in zip(
+            jax.tree.leaves(second(case.function())), jax.tree.leaves(second(plain)), strict=True
+        ):
+            helpers.assert_close(got, want, 1e-4)
 
     def test_glu_second_and_third_order(self):
         h = jnp.asarray(np.random.default_rng(0).standard_normal((8, 20)).astype(np.float32))
@@ -161,7 +113,7 @@ class GradientTest(parameterized.TestCase):
     def test_scatter_has_no_kernel_and_runs_beside_those(self):
         """A primitive whose lowering on TPU is XLA's, in a program of interpreted kernels."""
         case = next(c for c in CASES if c.name == "reduce/partial")
-        self._check(case, "interpret")
+        checks.rows_gradients(case, "interpret")
 
     @parameterized.parameters(2.0**10, 2.0**-14)
     def test_loss_scale_passes_a_quantized_gather(self, factor):
@@ -187,24 +139,18 @@ class BatchingTest(parameterized.TestCase):
         x, w = row_cases.as_jax(case)
         fn = case.function()
         stack = lambda a: jnp.stack([a, 2 * a, -a])
+        pull = lambda f: jax.jit(lambda x, w, ct: (f(x, w), *jax.vjp(f, x, w)[1](ct)))
+        one = pull(fn)
+        ct = np.random.default_rng(0).standard_normal((3, *jax.eval_shape(fn, x, w).shape))
+        ct = jnp.asarray(ct, jnp.float32)
         for axes in ((0, None), (None, 0), (0, 0)):
             args = [stack(a) if ax == 0 else a for a, ax in zip((x, w), axes, strict=True)]
-            pick = lambda i: [a[i] if ax == 0 else a for a, ax in zip(args, axes, strict=True)]  # noqa: B023
-            want = jnp.stack([fn(*pick(i)) for i in range(3)])
-            helpers.assert_close(jax.jit(jax.vmap(fn, axes))(*args), want, 1e-6)
-            loss = lambda *a: jnp.sum(jnp.sin(jax.vmap(fn, axes)(*a)))  # noqa: B023
-            loop = lambda *a: sum(  # noqa: B023
-                jnp.sum(
-                    jnp.sin(fn(*[v[i] if ax == 0 else v for v, ax in zip(a, axes, strict=True)]))
-                )  # noqa: B023
-                for i in range(3)
-            )
-            for g, r in zip(
-                jax.jit(jax.grad(loss, (0, 1)))(*args),
-                jax.jit(jax.grad(loop, (0, 1)))(*args),
-                strict=True,
-            ):
-                helpers.assert_close(g, r, 1e-5)
+            pick = lambda i: [a[i] if ax == 0 else a for a, ax in zip(args, axes, strict=True)]
+            wants = [one(*pick(i), ct[i]) for i in range(3)]
+            gots = pull(jax.vmap(fn, axes))(*args, ct)
+            for got, parts, ax in zip(gots, zip(*wants, strict=True), (0, *axes), strict=True):
+                want = jnp.stack(parts) if ax == 0 else sum(parts)
+                helpers.assert_close(got, want, 1e-5)
 
     def test_ranges_batch(self):
         x = jnp.asarray(np.random.default_rng(0).standard_normal((10, 32)).astype(np.float32))

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 
 import fp8moe_prims as fp8
 from fp8moe_prims.primitives import registry
-from tests import cases, helpers, oracle, ring_cases, row_cases
+from tests import cases, checks, helpers, oracle, ring_cases, row_cases
 
 SUBSETS = [s for s in itertools.product((False, True), repeat=3) if any(s)]
 
@@ -133,34 +133,11 @@ class BatchingTest(parameterized.TestCase):
 class GradientTest(parameterized.TestCase):
     @helpers.named(cases.select(tag="grad", op="gmm")[::2])
     def test_equals_reference(self, case):
-        self._check(case, "xla")
+        checks.gradients(case, "xla")
 
     @helpers.named(cases.select(tag="grad", op="gmm")[::10])
     def test_equals_reference_interpreted(self, case):
-        self._check(case, "interpret")
-
-    def _check(self, case, lowering):
-        lhs, rhs = helpers.as_jax(case.arrays())
-        wide = lambda x: (
-            fp8.QArray(x.qvalue, x.scale, x.dequantize()) if isinstance(x, fp8.QArray) else x
-        )
-        carrier = lambda x: x.carrier if isinstance(x, fp8.QArray) else x
-        fn, sizes = case.function(), case.kwargs()["group_sizes"]
-
-        def call(a, b):  # differentiates a QArray through its carrier
-            put = lambda x, c: fp8.QArray(x.qvalue, x.scale, c) if isinstance(x, fp8.QArray) else c
-            return fn(put(lhs, a), put(rhs, b), sizes)
-
-        with fp8.use_lowering(lowering):
-            args = carrier(wide(lhs)), carrier(wide(rhs))
-            out = jax.eval_shape(call, *args)
-            rng = np.random.default_rng(0)
-            dout = rng.standard_normal(out.shape).astype(out.dtype)
-            grads = jax.jit(lambda a, b, d: jax.vjp(call, a, b)[1](d))(*args, jnp.asarray(dout))
-        for got, want, arg in zip(grads, case.gradients(dout), args, strict=True):
-            self.assertEqual(got.dtype, arg.dtype)
-            eps = float(jnp.finfo(got.dtype).eps) if got.dtype.itemsize < 4 else 0
-            helpers.assert_close(got, want, max(case.tolerance, 2e-5, 2 * eps))
+        checks.gradients(case, "interpret")
 
     @parameterized.parameters(None, cases.DEFAULT, fp8.QuantRecipe(backward="dense"))
     def test_against_einsum(self, recipe):
@@ -179,7 +156,7 @@ class GradientTest(parameterized.TestCase):
             self.assertLess(helpers.distance(got, want), noise)
             # second order: how the gradient of one operand depends on the other, and on itself
             for j in (0, 1):
-                second = lambda f: lambda l, r: jnp.sum(jax.grad(first(f), i)(l, r) ** 2)  # noqa: B023
+                second = lambda f: lambda l, r: jnp.sum(jax.grad(first(f), i)(l, r) ** 2)
                 got, want = (jax.grad(second(f), j)(lhs, rhs) for f in (ours, einsum))
                 self.assertLess(helpers.distance(got, want), 2 * noise)
         tangents = jnp.cos(lhs), jnp.cos(rhs)

@@ -1,72 +1,41 @@
 """Every row of the table equals its reference, under each lowering; the tail changes no bit."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
 import fp8moe_prims as fp8
-from tests import cases, helpers
-
-
-_jitted = functools.cache(lambda case: jax.jit(case.function()))
-
-
-def _run(case, lowering, jit=True, lhs=None, second=None):
-    a, b = case.arrays()
-    a, b = a if lhs is None else lhs, b if second is None else second
-    fn = _jitted(case) if jit else case.function()
-    with fp8.use_lowering(lowering):
-        return np.asarray(fn(*helpers.as_jax((a, b)), case.kwargs()["group_sizes"]))
+from tests import cases, checks, helpers
 
 
 class ValuesTest(parameterized.TestCase):
     @helpers.named(cases.select())
     def test_xla(self, case):
-        out = _run(case, "xla")
-        helpers.assert_close(out, case.reference(), _tolerance(case, out))
+        checks.value(case, "xla")
 
     @helpers.named(cases.select(tag="interpret")[::4])
     def test_interpret(self, case):
-        out = _run(case, "interpret")
-        helpers.assert_close(out, case.reference(), _tolerance(case, out))
+        checks.value(case, "interpret")
 
     @helpers.named(cases.select(tag="grad")[::8])
     def test_eager(self, case):
-        helpers.assert_same_bits(_run(case, "auto", jit=False), _run(case, "auto"))
+        helpers.assert_same_bits(checks.run(case, "auto", jit=False), checks.run(case, "auto"))
 
     @helpers.named([c for c in cases.select(tag="grad") if not c.valid.all()][::3])
     def test_tail_changes_no_bit(self, case):
-        clean = _run(case, "xla")
-        for value in (np.nan, np.inf, 3e38):
-            lhs, second = case.arrays()
-            lhs = helpers.poisoned(lhs, case.valid, value)
-            if case.op == "tgmm_quant":
-                second = helpers.poisoned(second, case.valid, value)
-            helpers.assert_same_bits(_run(case, "xla", lhs=lhs, second=second), clean)
+        for poison in (np.nan, np.inf, 3e38):
+            checks.tail_changes_no_bit(case, "xla", poison)
 
     @helpers.named([c for c in cases.select(tag="grad") if not c.valid.all()][::6])
     def test_tail_changes_no_bit_interpreted(self, case):
-        clean = _run(case, "interpret")
-        lhs, second = case.arrays()
-        lhs = helpers.poisoned(lhs, case.valid, np.nan)
-        if case.op == "tgmm_quant":
-            second = helpers.poisoned(second, case.valid, np.nan)
-        helpers.assert_same_bits(_run(case, "interpret", lhs=lhs, second=second), clean)
+        checks.tail_changes_no_bit(case, "interpret", np.nan)
 
     @helpers.named(cases.select(sweep=True) + cases.select(tag="interpret"))
     @pytest.mark.sweep
     def test_sweep(self, case):
         for lowering in ("xla", "interpret"):
-            helpers.assert_close(_run(case, lowering), case.reference(), case.tolerance)
-
-
-def _tolerance(case, out):
-    """bfloat16 and float16 results are compared at their own precision."""
-    return max(case.tolerance, 2 * float(jnp.finfo(out.dtype).eps) if out.dtype.itemsize < 4 else 0)
+            checks.value(case, lowering)
 
 
 LOWERINGS = ("xla", "interpret")
