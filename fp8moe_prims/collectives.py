@@ -1,67 +1,27 @@
 """Tokens over the expert axis: gathered before the sort, reduce-scattered after the combine.
 
-``jax.lax`` collectives; of a quantized array the values and the scales travel, and in the backward
-pass the carrier's cotangent in their place.
+The collectives of a forward pass are those of jax.lax unless asked for: a rematerialized forward
+pass then has no kernel that speaks with other devices. Of a quantized array the values and the
+scales travel, and in the backward pass the carrier's cotangent in their place.
 """
 
-import dataclasses
-from typing import Any, NamedTuple
-
-import jax.numpy as jnp
-from jax import lax
-
-from fp8moe_prims._primitive import define_carrier, result_aval
-from fp8moe_prims.qarray import QArray
+from fp8moe_prims.ring_all_gather import gather
+from fp8moe_prims.ring_reduce_scatter import scatter
 
 
-class GatherCarrierOperands(NamedTuple):
-    x_carrier: Any  # [*b, t, d]
+def all_gather(x, axis: str, *, ring_cotangent=False):
+    """The rows of all shards, [t, d] -> [shards * t, d]; x an array or a QArray.
+
+    ring_cotangent: whether the reduce-scatter of its backward pass may be a ring kernel.
+    """
+    return gather(x, axis, 0, True, ("reduce_scatter",) if ring_cotangent else ())
 
 
-@dataclasses.dataclass(frozen=True)
-class GatherParams:
-    """Static parameters: the axis and its size."""
+def reduce_scatter(x, axis: str, *, ring_cotangent=False, cotangent_dtype=None):
+    """Sums over the shards, each keeps its own rows, [shards * t, d] -> [t, d].
 
-    axis: str
-    size: int
-
-
-def all_gather(x, axis: str):
-    """The rows of all shards, [t, d] -> [shards * t, d]; x an array or a QArray."""
-    gather = lambda a: lax.all_gather(a, axis, tiled=True)
-    if not isinstance(x, QArray):
-        return gather(x)
-    # a scale [1, 1] differs between shards: it becomes a row scale
-    scale = jnp.broadcast_to(x.scale, (x.qvalue.shape[0], 1))
-    carrier = None
-    if x.carrier is not None:
-        params = GatherParams(axis, lax.axis_size(axis))
-        carrier = gather_carrier_p.call(GatherCarrierOperands(x.carrier), params)
-    bits = lax.bitcast_convert_type(x.qvalue, jnp.uint8)  # moved as data on every platform
-    qvalue = lax.bitcast_convert_type(gather(bits), x.qvalue.dtype)
-    return QArray(qvalue, gather(scale), carrier)
-
-
-def reduce_scatter(x, axis: str):
-    """Sums over the shards, each keeps its own rows, [shards * t, d] -> [t, d]."""
-    return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
-
-
-def _carrier_result(x: GatherCarrierOperands, p: GatherParams):
-    *lead, t, d = x.x_carrier.shape
-    return result_aval(x.x_carrier, (*lead, p.size * t, d), x.x_carrier.dtype)
-
-
-def _carrier_tangent(x, t, p: GatherParams):
-    del x
-    if t.x_carrier is None:
-        return None
-    return lax.all_gather(t.x_carrier, p.axis, axis=t.x_carrier.ndim - 2, tiled=True)
-
-
-gather_carrier_p = define_carrier(
-    "fp8moe_all_gather_carrier",
-    operands=GatherCarrierOperands,
-    result=_carrier_result,
-    tangent=_carrier_tangent,
-)
+    ring_cotangent: whether the all-gather of its backward pass may be a ring kernel.
+    cotangent_dtype: what that all-gather sends, see `ring_reduce_scatter`.
+    """
+    rings = ("all_gather",) if ring_cotangent else ()
+    return scatter(x, axis, 0, True, cotangent_dtype, rings)

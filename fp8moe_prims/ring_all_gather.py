@@ -37,6 +37,9 @@ class RingCarrierOperands(NamedTuple):
     x_carrier: Any  # like x, wide
 
 
+BOTH = ("all_gather", "reduce_scatter")
+
+
 @dataclasses.dataclass(frozen=True)
 class RingParams:
     """Static parameters of both ring collectives.
@@ -48,6 +51,8 @@ class RingParams:
         counted from the end, so that leading batch dimensions don't matter.
       tiled: whether the blocks are concatenated along ``dim``, else stacked.
       cotangent_dtype: what the cotangent of a reduce-scatter is quantized to, or None.
+      rings: which of the two operations may run as kernels, here and in the derivatives; the others
+        are those of jax.lax on every platform.
     """
 
     axis: Hashable
@@ -55,6 +60,7 @@ class RingParams:
     dim: int
     tiled: bool
     cotangent_dtype: str | None = None
+    rings: tuple[str, ...] = BOTH
 
 
 def ring_all_gather(x, axis_name, *, axis=0, tiled=False):
@@ -88,12 +94,17 @@ def ring_all_gather(x, axis_name, *, axis=0, tiled=False):
     >>> mapped(jnp.ones((4, 8))).shape
     (4, 8)
     """
+    return gather(x, axis_name, axis, tiled, BOTH)
+
+
+def gather(x, axis_name, axis, tiled, rings):
+    """`ring_all_gather`, with kernels for the operations in ``rings`` alone."""
     name, size = bound_axis(axis_name)
     quantized = hasattr(x, "qvalue") and hasattr(x, "scale")
     values, scale, carrier = _quantized(x) if quantized else (_checked("x", x, _MOVED), None, None)
     full_rank = values.ndim + (0 if tiled else 1)
     at = check_dim("axis", axis, full_rank)
-    params = RingParams(name, size, at - full_rank, bool(tiled))
+    params = RingParams(name, size, at - full_rank, bool(tiled), rings=rings)
     operands = RingAllGatherOperands(vary_over(values, name))
     if scale is not None:
         operands = operands._replace(x_scale=vary_over(scale, name))

@@ -18,11 +18,12 @@ from fp8moe_prims._primitive import batch_leading, define, result_aval, vary_ove
 from fp8moe_prims.lowering import numerics
 from fp8moe_prims.qarray import WIDE_DTYPES, qdtype_name, quantize
 from fp8moe_prims.ring_all_gather import (
+    BOTH,
     RingAllGatherOperands,
     RingParams,
     bound_axis,
     check_dim,
-    ring_all_gather,
+    gather,
     ring_all_gather_p,
 )
 
@@ -60,6 +61,11 @@ def ring_reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False, cotan
     >>> mapped(jnp.ones((4, 8))).shape
     (4, 8)
     """
+    return scatter(x, axis_name, scatter_dimension, tiled, cotangent_dtype, BOTH)
+
+
+def scatter(x, axis_name, scatter_dimension, tiled, cotangent_dtype, rings):
+    """`ring_reduce_scatter`, with kernels for the operations in ``rings`` alone."""
     name, size = bound_axis(axis_name)
     if hasattr(x, "qvalue"):
         raise TypeError("x: takes an array, got a QArray; dequantize it, a sum has other scales")
@@ -82,7 +88,7 @@ def ring_reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False, cotan
                 "cotangent_dtype: quantizes rows, so the result must have rank 2 or more, and the"
                 f" tiled dimension not be its last; got x of shape {tuple(x.shape)}"
             )
-    params = RingParams(name, size, at - x.ndim, bool(tiled), cotangent_dtype)
+    params = RingParams(name, size, at - x.ndim, bool(tiled), cotangent_dtype, rings)
     x = vary_over(jnp.asarray(x), name)
     return ring_reduce_scatter_p.call(RingReduceScatterOperands(x), params)
 
@@ -118,7 +124,7 @@ def _ring_reduce_scatter_transpose_rule(ct, x: RingReduceScatterOperands, p: Rin
         )
     rows = tuple(range(ct.ndim - 1))
     q = quantize(ct, numerics.QDTYPES[p.cotangent_dtype], channelwise_axes=rows)
-    full = ring_all_gather(q, p.axis, axis=p.dim, tiled=p.tiled)
+    full = gather(q, p.axis, p.dim, p.tiled, p.rings)
     return RingReduceScatterOperands(full.dequantize(ct.dtype))
 
 

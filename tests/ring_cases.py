@@ -74,8 +74,8 @@ class RingCase:
         return jax.lax.psum_scatter(x, "x", scatter_dimension=self.axis, tiled=self.tiled)
 
     def mapped(self, fn, check_vma=True):
-        """fn over the devices' operands: [devices, *shape] -> [devices, *result]."""
-        return over(self.mesh, lambda x: fn(x[0])[None], check_vma)
+        """fn over the devices: [devices, *shape] -> [devices, *result], for each of its results."""
+        return over(self.mesh, lambda x: jax.tree.map(lambda y: y[None], fn(x[0])), check_vma)
 
 
 def over(mesh, fn, check_vma=True):

@@ -128,11 +128,12 @@ def tile_rows(dtype) -> int:
 # ----------------------------------------------------------------------------------------- choice
 
 
-def fits(mesh, axis, size: int, chip: Chip, forced: bool) -> bool:
+def fits(operation: str, p, mesh, chip: Chip, forced: bool) -> bool:
     """Whether a ring kernel runs, or jax.lax: from the mesh and the chip alone, at lowering time.
 
     A program is lowered for the whole mesh, so every device gets the same answer:
 
+    - an operation that is not in ``p.rings``: no;
     - one device along the axis: no (and nothing is to be sent);
     - some axis of the mesh is not manual (shard_map over a part of the axes): no, since a kernel
       addresses devices by all their coordinates;
@@ -140,9 +141,9 @@ def fits(mesh, axis, size: int, chip: Chip, forced: bool) -> bool:
     - else where each step along the axis, the one from last to first included, is at most one link
       of the chips' torus. The devices must be known for that: not in jax.export.
     """
-    if size == 1 or mesh is None:
+    if operation not in p.rings or p.size == 1 or mesh is None:
         return False
-    return forced or is_torus_ring(mesh, axis, chip)
+    return forced or is_torus_ring(mesh, p.axis, chip)
 
 
 def is_torus_ring(mesh, axis, chip: Chip) -> bool:

@@ -39,7 +39,7 @@ def ring_all_gather(x, p, *, chip, interpret, mesh, forced):
     """RingAllGatherOperands, RingParams -> [out] or [out, scale]."""
     arrays = [a for a in x if a is not None]
     empty = any(a.size == 0 for a in arrays)
-    if empty or not rings.fits(mesh, p.axis, p.size, chip, forced):
+    if empty or not rings.fits("all_gather", p, mesh, chip, forced):
         return xla.ring_all_gather(x, p, platform="tpu")
     outs = _gather([_pieces(a) for a in arrays], p, mesh, interpret)
     return [_placed(out, a, p) for out, a in zip(outs, arrays, strict=True)]

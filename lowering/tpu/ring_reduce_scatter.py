@@ -52,7 +52,7 @@ REGISTERS = 1 << 14  # float32 values that are added at once
 def ring_reduce_scatter(x, p, *, chip, interpret, mesh, forced):
     """RingReduceScatterOperands, RingParams -> out."""
     fits = x.x.size and x.x.dtype in DTYPES
-    if not fits or not rings.fits(mesh, p.axis, p.size, chip, forced):
+    if not fits or not rings.fits("reduce_scatter", p, mesh, chip, forced):
         return xla.ring_reduce_scatter(x, p, platform="tpu")
     blocks = _blocks(x.x, p)
     shape = blocks.shape[1:]
