@@ -386,7 +386,11 @@ def _device_kind(ctx) -> str | None:
     for mesh in (getattr(axis_context, "mesh", None), jax.sharding.get_abstract_mesh()):
         if (device := getattr(mesh, "abstract_device", None)) is not None:
             return device.device_kind
-    return None
+    # jit says neither: the backend is what it compiles for, save in an export, which runs anywhere.
+    module = ctx.module_context
+    if module.backend is None or module.lowering_parameters.for_export:
+        return None
+    return next((d.device_kind for d in module.backend.devices() if d.platform == "tpu"), None)
 
 
 def _mesh_of(device_kind, keep_axes):
