@@ -53,11 +53,13 @@ class RowsParams:
       out_dtype: dtype of the result.
       tail: "zero" or "undefined", what rows outside [start, end) hold, here and in the gradients.
       expected_rows: rows that the cost estimate counts, None for all.
+      sparse_core: whether ragged_gather fetches its rows with the SparseCores, where there are any.
     """
 
     out_dtype: np.dtype
     tail: str = "zero"
     expected_rows: int | None = None
+    sparse_core: bool = False
 
 
 def ragged_gather(
@@ -70,6 +72,7 @@ def ragged_gather(
     inverse=None,
     expected_rows=None,
     tail="zero",
+    sparse_core=False,
 ):
     """Gathers rows into the ragged buffer.
 
@@ -86,6 +89,13 @@ def ragged_gather(
         none: lets the transpose gather instead of scatter.
       expected_rows: rows expected to be valid, for the cost estimate; None: m.
       tail: "zero" or "undefined", what the rows outside [start, end) hold.
+      sparse_core: fetch the rows with the SparseCores of a TPU v5p, v6e or v7x, all of them, here
+        and in the gathers of the derivatives. The result is the same to the bit. No hardware has
+        run it: it compiles for these chips, and its addresses are tested. It moves more bytes (see
+        lowering/tpu/sparse_core.py) but leaves the TensorCore free while rows are fetched. The
+        default kernel runs instead on a chip without SparseCores (v5e), in an export that names no
+        chip, for rows of which 128 do not fit VMEM, and under ``use_lowering("interpret")``, as the
+        interpreter has no SparseCore; other platforms ignore it.
 
     Returns:
       [m, d] of x's dtype; for a QArray x a QArray whose scale [t, 1] has followed its rows, [m, 1]
@@ -100,6 +110,8 @@ def ragged_gather(
     Array([3., 0., 0., 0.], dtype=float32)
     """
     check_tail(tail)
+    if not isinstance(sparse_core, bool):
+        raise TypeError(f"sparse_core: takes a bool, got {sparse_core!r}")
     fixed_scale = None
     if is_data(x):
         if x.ndim != 2:
@@ -123,7 +135,8 @@ def ragged_gather(
     if debug.enabled():
         debug.check_indices("ragged_gather", given, start, end, t)
         debug.check_scale("ragged_gather", "x", scale)
-    params = RowsParams(np.dtype(values.dtype), tail, check_rows("expected_rows", expected_rows))
+    expected_rows = check_rows("expected_rows", expected_rows)
+    params = RowsParams(np.dtype(values.dtype), tail, expected_rows, sparse_core)
     operands = RaggedGatherOperands(values, indices, start, end, weights, scale, inverse=inverse)
     out = ragged_gather_p.call(operands, params)
     if scale is None and fixed_scale is None:

@@ -13,6 +13,7 @@ from fp8moe_prims.lowering.tpu import ragged_gather_dot as gather_dot
 from fp8moe_prims.lowering.tpu import ragged_gather_reduce as gather_reduce
 from fp8moe_prims.lowering.tpu import rows
 from fp8moe_prims.lowering.tpu.chip import CHIPS, SAFE
+from fp8moe_prims.ragged_gather import RowsParams
 
 _F32 = np.dtype(np.float32)
 _BF16 = np.dtype(jnp.bfloat16)
@@ -28,7 +29,7 @@ _NAMES = ("x", "y", "a", "indices", "start", "end", "weights", "x_scale", "y_sca
 
 def _runner(op, out_dtype, tail="zero", chip="v7x", expected_rows=None):
     """The kernel under jit, in the interpreter: operands by name in, list of numpy arrays out."""
-    p = types.SimpleNamespace(out_dtype=np.dtype(out_dtype), tail=tail, expected_rows=expected_rows)
+    p = RowsParams(np.dtype(out_dtype), tail, expected_rows)
     target = (CHIPS | {"safe": SAFE})[chip]
 
     @jax.jit

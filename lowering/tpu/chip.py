@@ -23,6 +23,9 @@ class Chip:
       hbm_bytes_per_cycle: HBM bandwidth of the core, in bytes per core clock cycle.
       mxu_flops_per_cycle: bf16 multiplies and adds (two each) of all MXUs of the core, per cycle.
       mxu_width: rows and columns of one MXU.
+      sparse_cores: SparseCores that serve one JAX device, 0 where there are none.
+      subcores: vector subcores of a SparseCore.
+      sparse_lanes: 32-bit lanes of a vector subcore.
     """
 
     name: str
@@ -32,12 +35,15 @@ class Chip:
     hbm_bytes_per_cycle: int
     mxu_flops_per_cycle: int
     mxu_width: int
+    sparse_cores: int = 0
+    subcores: int = 0
+    sparse_lanes: int = 0
 
 
 CHIPS = {
-    "v7x": Chip("v7x", 60 * _MIB, True, True, 1680, 524288, 256),
-    "v6e": Chip("v6e", 112 * _MIB, False, True, 930, 524288, 256),
-    "v5p": Chip("v5p", 60 * _MIB, False, False, 700, 131072, 128),
+    "v7x": Chip("v7x", 60 * _MIB, True, True, 1680, 524288, 256, 2, 16, 16),
+    "v6e": Chip("v6e", 112 * _MIB, False, True, 930, 524288, 256, 2, 16, 8),
+    "v5p": Chip("v5p", 60 * _MIB, False, False, 700, 131072, 128, 4, 16, 8),
     "v5e": Chip("v5e", 112 * _MIB, False, False, 540, 131072, 128),
 }
 

@@ -11,6 +11,9 @@ of x become the n valid rows of the output, which are then written once, item * 
 The cheaper one is taken: direct for float32 always, for 16 bits while n <= 2 t (all tokens gathered
 over many devices, say), row words where a token goes to several rows here, and for 8 bits.
 
+On request, and where the chip has them, the SparseCores fetch the rows: see sparse_core.py. What
+follows is the default.
+
 The grid is (B, tiles), tiles of ``tile`` rows of the output: all of them where the tail is zeroed,
 else as many as the longest range covers. A step
 
@@ -31,6 +34,7 @@ work to start its copy and 3 of vector work; HBM takes 9.
     scale out  [1, 1, tile]                  float32, along lanes
 """
 
+import dataclasses
 import math
 
 import jax
@@ -40,19 +44,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from fp8moe_prims.lowering import numerics
-from fp8moe_prims.lowering.tpu import rows
+from fp8moe_prims.lowering.tpu import rows, sparse_core
 from fp8moe_prims.lowering.tpu.chip import Chip
 from fp8moe_prims.lowering.tpu.rows import LANES
+from fp8moe_prims.lowering.tpu.unpack import unpack_scale, unpack_tile
 
 _I32 = np.int32
 _UNROLL = 16  # copies started per step of their loop: scalar work bounds it
-
-
-def _rounded(x, dtype):
-    """float32 to the output's dtype, once."""
-    dtype = np.dtype(dtype)
-    return numerics.round_to(x, dtype) if dtype.itemsize == 1 else x.astype(dtype)
 
 
 def _start_tile(w, tile, index, source, buffer, slot, semaphore):
@@ -90,68 +88,13 @@ def _start_tile(w, tile, index, source, buffer, slot, semaphore):
         lax.fori_loop(_I32(0), _I32(tile), one, _I32(0))
 
 
-def _blocks(w, buffer, slot, shift):
-    """(block, int32 [8, 128]): ``w.group`` consecutive rows in the standard layout."""
-    for chunk in range(w.chunks):
-        words = [
-            rows.load_words(w, buffer, slot + _I32(part), chunk, w.per) for part in range(w.per)
-        ]
-        if w.paired:  # the row of each word, shifted to its high half
-            high = _I32(-0x10000)
-            even, odd = (word << part for word, part in zip(words, shift, strict=True))
-            yield chunk, lax.shift_right_logical(even, _I32(16)) | (odd & high)
-        elif w.direct:
-            yield chunk, words[0]
-        else:
-            for q, bits in enumerate(rows.exchange(words)):
-                if q * w.chunks + chunk < w.blocks:
-                    yield q * w.chunks + chunk, bits
-
-
-def _unpack_tile(w, tile, dtype, buffer, slot, weight, shift, out):
-    """The buffer's rows into the standard layout, times their weights [tile, 128]."""
-
-    def group(g, carry):
-        base = g * _I32(w.group)
-        row = pl.multiple_of(base, w.group)
-        at = pl.ds(row, w.group)
-        factor = None if weight is None else weight[at, :]
-        shifts = None
-        if w.paired:
-            shifts = [shift[pl.ds(base + _I32(part), 8, stride=2), :] for part in range(2)]
-        for block, bits in _blocks(w, buffer, slot + base, shifts):
-            values = pltpu.bitcast(bits, w.dtype)
-            if factor is not None:
-                values = _rounded(values.astype(jnp.float32) * factor, dtype)
-            out[at, pl.ds(block * LANES, LANES)] = values
-        return carry
-
-    lax.fori_loop(_I32(0), _I32(tile // w.group), group, _I32(0))
-
-
-def _unpack_scale(w, tile, buffer, slot, weight, out):
-    """The scales of the buffer's rows, along lanes, times the weights [1, lanes]."""
-    for part in range(out.shape[-1] // LANES):
-        columns = []
-        for g in range(LANES // 8):
-            row = part * LANES + 8 * g
-            if row < tile:
-                columns.append(rows.load_words(w, buffer, slot + _I32(row), w.chunks))
-            else:
-                columns.append(jnp.zeros((8, LANES), jnp.int32))
-        bits = jnp.concatenate(columns, axis=0)
-        scale = jnp.transpose(pltpu.bitcast(bits, jnp.float32))[:1, :]
-        lanes = pl.ds(part * LANES, LANES)
-        out[0, :, lanes] = scale if weight is None else scale * weight[0, :, lanes]
-
-
 def ragged_gather(x, p, *, chip: Chip, interpret=False) -> list[jax.Array]:
     """[out [*B, m, d]], and the scale [*B, m, 1] of each row where x has row scales.
 
     Args:
       x: operands: x [*bx, t, d], indices int32 [*bi, m], start, end int32 [*bs], weights None |
         [*bw, m], x_scale None | float32 [*bx, t, 1].
-      p: parameters: out_dtype, tail, expected_rows.
+      p: parameters: out_dtype, tail, expected_rows, sparse_core.
       chip: the target chip.
       interpret: passed to pallas_call.
     """
@@ -201,8 +144,12 @@ def ragged_gather(x, p, *, chip: Chip, interpret=False) -> list[jax.Array]:
     packed_bytes = table.dtype.itemsize * (expected + 2 * table.shape[0] * t)
     direct = rows.can_be_direct(table.dtype, table.shape, scaled) and 4 * expected <= packed_bytes
     w = rows.Words(np.dtype(table.dtype), d, scaled, direct)
-    if direct:
-        source, padded = rows.direct_view(table), t
+    move = _call
+    by_lines = dataclasses.replace(w, direct=direct and w.per == 1, lines=True)
+    if p.sparse_core and sparse_core.usable(by_lines, kernel_dtype, chip, interpret):
+        w, move = by_lines, sparse_core.gather
+    if w.direct:
+        source, padded = (sparse_core.direct_lines if w.lines else rows.direct_view)(table), t
     else:
         zero = jnp.zeros((table.shape[0],), jnp.int32)
         source, padded = rows.pack(
@@ -210,7 +157,7 @@ def ragged_gather(x, p, *, chip: Chip, interpret=False) -> list[jax.Array]:
         )
     base = rows.flat_map(tuple(x_lead), batch) * _I32(padded)
     index = jnp.where(index < _I32(0), index, index + jnp.asarray(base)[:, None])
-    outs = _call(
+    outs = move(
         w, p, kernel_dtype, batch, m, source, index, weights, start, end, expected, chip, interpret
     )
     out = outs[0].reshape(*batch, m, d)
@@ -325,11 +272,9 @@ def _call(w, p, dtype, batch, m, source, index, weights, start, end, expected, c
                         at = pl.ds(part * LANES, LANES)
                         column = rows.column(row[0, :, at])
                         columns[name][at, :] = column.astype(columns[name].dtype)
-            _unpack_tile(
-                w, tile, dtype, own, base, columns.get("weight"), columns.get("shift"), out
-            )
+            unpack_tile(w, tile, dtype, own, base, out, **columns)
             if w.scaled:
-                _unpack_scale(w, tile, own, base, weight, out_scale)
+                unpack_scale(w, tile, own, base, out_scale, weight)
 
         if all_tiles:
 

@@ -52,12 +52,15 @@ class Words:
       d: columns.
       scaled: whether a scale travels with the row.
       direct: whether the array itself is read, else its row words.
+      lines: whether a buffer is [height, slots, 128], the first 128 words of all its rows, then the
+        second, and so on; else [slots * pitch, ...], row after row.
     """
 
     dtype: np.dtype
     d: int
     scaled: bool
     direct: bool = False
+    lines: bool = False
 
     @property
     def per(self) -> int:
@@ -350,6 +353,8 @@ def readable(w: Words, buffer, interpret):
 
 def load_words(w: Words, buffer, slot, chunk, step: int = 1):
     """int32 [8, 128]: a chunk of the rows in slots slot, slot + step, ... of a readable buffer."""
+    if w.lines:
+        return buffer[chunk, pl.ds(slot, 8, stride=step), :]
     at = pl.ds(slot * w.pitch + chunk, 8, stride=step * w.pitch)
     if len(buffer.shape) == 2:
         words = buffer[at, :]

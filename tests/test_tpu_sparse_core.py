@@ -1,0 +1,262 @@
+"""The SparseCore gather: its addresses, what the TensorCore does for it, and that it compiles.
+
+The interpreter has no SparseCore, so a loop in numpy stands in for the kernel that runs there: it
+goes through the items of each subcore and reads the lines that the kernel's own address functions
+name. What lies around it is what is compiled for the chips.
+"""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+
+import fp8moe_prims as fp8
+from fp8moe_prims.lowering.tpu import ragged_gather as gather
+from fp8moe_prims.lowering.tpu import rows, sparse_core
+from fp8moe_prims.lowering.tpu.chip import CHIPS
+from fp8moe_prims.ragged_gather import RaggedGatherOperands, RowsParams
+from tests import helpers
+
+_TOPOLOGIES = {"v7x": "tpu7x:2x2x1", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2"}
+_KERNEL = "fp8moe_sparse_core_gather"
+_F32 = np.dtype(np.float32)
+_F16 = np.dtype(np.float16)
+_BF16 = np.dtype(jnp.bfloat16)
+_E4M3 = np.dtype(jnp.float8_e4m3fn)
+
+
+def _lower(chip, x, m, weighted=False, tail="zero", lowering="auto", grad=False, **options):
+    """A gather lowered for one chip."""
+    devices = topologies.get_topology_desc(_TOPOLOGIES[chip], platform="tpu").devices[:1]
+    place = jax.NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), jax.P())
+    struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    def run(x, indices, end, weights):
+        call = lambda x, weights: fp8.ragged_gather(
+            x, indices, end=end, weights=weights, tail=tail, **options
+        )
+        return jax.jvp(call, (x, weights), (x, weights)) if grad else call(x, weights)
+
+    x = jax.tree.map(lambda a: struct(a.shape, a.dtype), x)
+    weights = struct((m,), jnp.float32) if weighted else None
+    with fp8.use_lowering(lowering):
+        return jax.jit(run).lower(x, struct((m,), jnp.int32), struct((), jnp.int32), weights)
+
+
+def _rows(t, d, dtype, scaled=False):
+    x = jax.ShapeDtypeStruct((t, d), dtype)
+    return fp8.QArray(x, jax.ShapeDtypeStruct((t, 1), jnp.float32)) if scaled else x
+
+
+class CompileTest(parameterized.TestCase):
+    @parameterized.product(
+        chip=("v7x", "v6e", "v5p"),
+        case=(
+            (_rows(77, 200, _E4M3, scaled=True), 333, False, "undefined"),
+            (_rows(512, 7168, _BF16), 1024, False, "undefined"),
+            (_rows(128, 256, _F32), 130, True, "zero"),
+        ),
+    )
+    def test_chips_with_sparse_cores(self, chip, case):
+        lowered = _lower(chip, *case, sparse_core=True)
+        (call,) = (line for line in lowered.as_text().splitlines() if _KERNEL in line)
+        self.assertTrue("DEVICE_TYPE_SPARSECORE" in call, "not for the SparseCores")
+        lowered.compile()
+
+    def test_chips_without(self):
+        for lowering in ("auto", "xla"):
+            for chip, option in (("v5e", True), ("v7x", False)):
+                lowered = _lower(
+                    chip, _rows(64, 128, _BF16), 128, sparse_core=option, lowering=lowering
+                )
+                self.assertFalse(_KERNEL in lowered.as_text(), (chip, option, lowering))
+
+    def test_derivative(self):
+        text = _lower("v7x", _rows(64, 128, _F32), 128, True, grad=True, sparse_core=True).as_text()
+        self.assertGreaterEqual(text.count(_KERNEL), 2)
+
+    def test_chip_table(self):
+        """The number of cores and lanes is that of Pallas."""
+        for name, kind in (
+            ("v7x", "TPU7x"),
+            ("v6e", "TPU v6 lite"),
+            ("v5p", "TPU v5"),
+            ("v5e", "TPU v5 lite"),
+        ):
+            device = jax.sharding.AbstractDevice(kind, 1, "tpu")
+            with jax.sharding.use_abstract_mesh(
+                jax.sharding.AbstractMesh((), (), abstract_device=device)
+            ):
+                info = pltpu.get_tpu_info().sparse_core
+            chip = CHIPS[name]
+            if info is None:
+                self.assertEqual(chip.sparse_cores, 0)
+            else:
+                self.assertEqual(
+                    (chip.sparse_cores, chip.subcores, chip.sparse_lanes),
+                    (info.num_cores, info.num_subcores, info.num_lanes),
+                )
+
+
+class AddressTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (0, 64), (1, 64), (31, 32), (32, 32), (33, 32), (1000, 64), (2**31 - 1, 64)
+    )
+    def test_share(self, items, workers):
+        """Every item once, in order, and no worker with two more than another."""
+        shares = [sparse_core.share(np.int32(i), workers, np.int32(items)) for i in range(workers)]
+        first, last = (np.array([int(s[k]) for s in shares]) for k in (0, 1))
+        self.assertEqual((first[0], last[-1]), (0, items))
+        np.testing.assert_array_equal(first[1:], last[:-1])
+        self.assertLessEqual((last - first).max() - (last - first).min(), 1)
+
+    @parameterized.parameters(
+        ([0], [4], 4), ([2], [0], 4), ([1, 0, 3], [2, 0, 1], 5), ([0, 0], [0, 0], 3)
+    )
+    def test_tile_order(self, first, count, tiles):
+        want = [b * tiles + first[b] + i for b in range(len(first)) for i in range(count[b])]
+        order, begin, total = sparse_core.tile_order(
+            jnp.array(first, jnp.int32), jnp.array(count, jnp.int32), tiles
+        )
+        self.assertEqual(int(total[0]), sum(count))
+        np.testing.assert_array_equal(order[: len(want)], want)
+        np.testing.assert_array_equal(begin, np.cumsum([0, *count[:-1]]))
+        self.assertTrue(np.all((order >= 0) & (order < len(first) * tiles)))
+
+    def test_lines_of_float32_tiles(self):
+        """A row's lines are its columns, where rows lie in tiles of 8."""
+        x = np.arange(2 * 16 * 384, dtype=np.float32).reshape(2, 16, 384)
+        w = rows.Words(_F32, 384, False, direct=True, lines=True)
+        lines = np.asarray(sparse_core.direct_lines(jnp.asarray(x))).view(np.float32)
+        at = sparse_core.line_of(w, np.arange(32, dtype=np.int32)[:, None], np.arange(3))
+        np.testing.assert_array_equal(lines[at], x.reshape(32, 3, 128))
+
+
+def _fetch(w, words, index, total, expected, chip):
+    """What the subcores do, one after the other: items, lines, and nothing else."""
+    words, index, total = np.asarray(words), np.asarray(index), np.asarray(total)
+    rng = np.random.RandomState(5)
+    out = rng.randint(-(2**31), 2**31, (w.height, index.size, 128), np.int64).astype(np.int32)
+    workers = chip.sparse_cores * chip.subcores
+    items = np.int32(total[0] * w.height)
+    for worker in range(workers):
+        for item in range(*map(int, sparse_core.share(np.int32(worker), workers, items))):
+            tile, chunk = divmod(item, w.height)
+            at = sparse_core.line_of(w, index[tile], np.int32(chunk))
+            assert at.min() >= 0 and at.max() < len(words)
+            out[chunk, tile * 128 : tile * 128 + 128] = words[at]
+    return jnp.asarray(out)
+
+
+def _values(chip, p, **operands):
+    """The whole lowering, with `_fetch` for the kernel on the SparseCores."""
+    x = RaggedGatherOperands(**(dict.fromkeys(RaggedGatherOperands._fields) | operands))
+    fits = lambda w, dtype, chip, interpret: chip.sparse_cores > 0
+    with (
+        mock.patch.object(sparse_core, "fetch", _fetch),
+        mock.patch.object(sparse_core, "usable", fits),
+    ):
+        out = gather.ragged_gather(x, p, chip=CHIPS[chip], interpret=pltpu.InterpretParams())
+    return jax.tree.map(np.asarray, out)
+
+
+class ValueTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        # name, chip, dtype, t, m, d, weights, row scale
+        ("e4m3_scaled", "v7x", _E4M3, 35, 300, 200, False, True),
+        ("e4m3_scaled_weights", "v6e", _E4M3, 64, 129, 640, True, True),
+        ("bf16", "v5p", _BF16, 40, 130, 129, False, False),
+        ("bf16_weights", "v7x", _BF16, 16, 128, 256, True, False),
+        ("f32_direct", "v6e", _F32, 16, 140, 256, True, False),
+        ("f32_packed", "v5p", _F32, 17, 50, 96, False, False),
+    )
+    def test_moves(self, chip, dtype, t, m, d, weighted, scaled):
+        """Bit for bit x[indices], zero rows, and the ranges: whole, partial, reversed."""
+        rng = np.random.RandomState(0)
+        if weighted and not scaled:
+            x = rng.randint(-8, 9, (t, d)).astype(np.float32).astype(dtype)
+        else:
+            x = rng.randint(0, 256, (t, d * dtype.itemsize)).astype(np.uint8).view(dtype)
+        indices = rng.randint(-2, t + 2, m).astype(np.int32)
+        indices[m // 2] = 2**31 - 1
+        weights = rng.randint(1, 9, m).astype(np.float32) / 4 if weighted else None
+        scale = np.exp2(rng.permutation(t) - t // 2).astype(np.float32)[:, None] if scaled else None
+        for start, end, tail in ((0, m, "zero"), (3, m - 5, "undefined"), (m, 0, "zero")):
+            got = _values(
+                chip,
+                RowsParams(dtype, tail, None, True),
+                x=x,
+                indices=indices,
+                start=np.int32(start),
+                end=np.int32(end),
+                weights=weights,
+                x_scale=scale,
+            )
+            there = (indices >= 0) & (indices < t)
+            there &= (np.arange(m) >= start) & (np.arange(m) < end)
+            source = np.where(there, indices, 0)
+            want = x[source]
+            if weighted and not scaled:
+                want = (want.astype(np.float32) * weights[:, None]).astype(dtype)
+            want[~there] = 0
+            valid = slice(start, end) if tail == "undefined" else slice(None)
+            helpers.assert_same_bits(got[0][valid], want[valid])
+            if scaled:
+                factor = weights if weighted else np.ones(m, np.float32)
+                want = np.where(there, scale[source, 0] * factor, np.float32(1))[:, None]
+                np.testing.assert_array_equal(got[1][valid], want[valid])
+
+    def test_batch(self):
+        """Batches of some operands, with ranges of different tiles, one of them empty."""
+        rng = np.random.RandomState(1)
+        t, m, d = 24, 300, 96
+        x = rng.randint(0, 256, (1, 3, t, d)).astype(np.uint8).view(_E4M3)
+        scale = np.exp2(rng.randint(-9, 9, (1, 3, t, 1))).astype(np.float32)
+        indices = rng.randint(0, t, (2, 1, m)).astype(np.int32)
+        start, end = np.array([[150], [33]], np.int32), np.array([[290], [33]], np.int32)
+        for tail in ("zero", "undefined"):
+            p = RowsParams(_E4M3, tail, None, True)
+            out, out_scale = _values(
+                "v7x", p, x=x, indices=indices, start=start, end=end, x_scale=scale
+            )
+            self.assertEqual((out.shape, out_scale.shape), ((2, 3, m, d), (2, 3, m, 1)))
+            for i, j in np.ndindex(2, 3):
+                valid = slice(start[i, 0], end[i, 0])
+                at = indices[i, 0, valid]
+                helpers.assert_same_bits(out[i, j, valid], x[0, j][at])
+                np.testing.assert_array_equal(out_scale[i, j, valid], scale[0, j][at])
+
+    @parameterized.parameters("interpret", "xla", "auto")
+    def test_elsewhere_the_same(self, lowering):
+        """Where there is no SparseCore, the option changes nothing, derivatives included."""
+        rng = np.random.RandomState(2)
+        x = jnp.asarray(rng.randn(9, 96), jnp.float32)
+        q = fp8.quantize(x, "e4m3", channelwise_axes=(0,))
+        indices = jnp.asarray(rng.randint(-1, 10, 21), jnp.int32)
+        weights = jnp.asarray(rng.randn(21), jnp.float32)
+
+        @jax.jit
+        def run(x, q, weights):
+            out = []
+            for option in (False, True):
+                call = lambda x, w, option=option: fp8.ragged_gather(
+                    x, indices, start=1, end=20, weights=w, sparse_core=option
+                )
+                out.append((call(q, weights), *jax.vjp(call, x, weights)[1](jnp.ones((21, 96)))))
+            return out
+
+        with fp8.use_lowering(lowering):
+            a, b = run(x, q, weights)
+        jax.tree.map(helpers.assert_same_bits, a, b)
+
+    def test_no_bool(self):
+        with self.assertRaisesRegex(TypeError, "sparse_core"):
+            fp8.ragged_gather(jnp.ones((2, 2)), jnp.zeros(3, jnp.int32), sparse_core=1)
+
+
+if __name__ == "__main__":
+    absltest.main()
