@@ -75,6 +75,16 @@ class CompileTest(parameterized.TestCase):
                 )
                 self.assertFalse(_KERNEL in lowered.as_text(), (chip, option, lowering))
 
+    def test_export(self):
+        """An export that names no chip holds the default kernel, one that does the SparseCores'."""
+        call = jax.jit(lambda x, i: fp8.ragged_gather(x, i, sparse_core=True))
+        args = _rows(64, 128, _BF16), jax.ShapeDtypeStruct((128,), jnp.int32)
+        for device in (None, jax.sharding.AbstractDevice("TPU7x", 1, "tpu")):
+            mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+            with jax.sharding.use_abstract_mesh(mesh):
+                exported = jax.export.export(call, platforms=("cpu", "tpu"))(*args)
+            self.assertEqual(_KERNEL in exported.mlir_module(), device is not None)
+
     def test_derivative(self):
         text = _lower("v7x", _rows(64, 128, _F32), 128, True, grad=True, sparse_core=True).as_text()
         self.assertGreaterEqual(text.count(_KERNEL), 2)
