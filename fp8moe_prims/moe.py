@@ -57,6 +57,8 @@ class MoEConfig:
       num_token_chunks: the tokens of a shard are processed in so many parts, one after the other.
       activation: "silu", "gelu" or "relu".
       norm_topk_prob: whether the weights of a token's top_k experts are renormalized to sum 1.
+      sparse_core_gather: whether the dispatch fetches tokens with the SparseCores, see
+        ``sparse_core`` of `ragged_gather`; no hardware has run it.
 
     Raises:
       TypeError, ValueError: a field holds something else.
@@ -77,6 +79,7 @@ class MoEConfig:
     num_token_chunks: int = 1
     activation: str = "silu"
     norm_topk_prob: bool = True
+    sparse_core_gather: bool = False
 
     def __post_init__(self):
         for field in ("num_experts", "top_k", "num_token_chunks"):
@@ -167,7 +170,13 @@ def _moe_part(x, logits, w_gate, w_up, w_down, config, shards):
     plan = plan.name() if config.save_sorted_inputs else plan
 
     rows = dict(start=0, end=plan.end, expected_rows=plan.balanced, tail="undefined")
-    gathered = ragged_gather(tokens, plan.token, inverse=plan.position, **rows)
+    gathered = ragged_gather(
+        tokens,
+        plan.token,
+        inverse=plan.position,
+        sparse_core=config.sparse_core_gather,
+        **rows,
+    )
     if config.save_sorted_inputs:
         gathered = _name_values(gathered)
     grouped = dict(recipe=recipe, tail="undefined", expected_rows=plan.balanced)
