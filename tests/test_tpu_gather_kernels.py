@@ -53,10 +53,9 @@ def _random_bits(rng, shape, dtype):
 def _gathered(x, indices, start, end, weights=None, scale=None):
     """ragged_gather as a loop: (out, scale)."""
     t, m = len(x), len(indices)
-    out, scales = np.zeros((m, x.shape[1]), x.dtype), np.zeros((m, 1), np.float32)
+    out, scales = np.zeros((m, x.shape[1]), x.dtype), np.ones((m, 1), np.float32)
     for i in range(start, end):
         if not 0 <= indices[i] < t:
-            scales[i] = 1
             continue
         out[i] = x[indices[i]]
         if scale is not None:
