@@ -172,6 +172,8 @@ def _links(a, b, extents, chip: Chip) -> int:
 
 
 def _wraps(extent: int, chip: Chip) -> bool:
-    """Whether a dimension of a slice closes to a ring: of v5e and v6e the full 16 chips do so, of
-    the others whole cubes of 4."""
-    return extent == 16 if chip.name in ("v5e", "v6e") else extent % 4 == 0
+    """Whether a dimension of a slice closes to a ring: whole cubes of 4 on v5p and v7x do so, the
+    full 16 chips of v5e and v6e."""
+    if chip.name in ("v5p", "v7x"):
+        return extent % 4 == 0
+    return extent == 16 and chip.name in ("v5e", "v6e")

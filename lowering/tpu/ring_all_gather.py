@@ -46,16 +46,15 @@ def ring_all_gather(x, p, *, chip, interpret, mesh, forced):
 
 
 def _pieces(x):
-    """x as integers as wide, [pieces, rows, columns]; free where pieces are whole tiles."""
-    bits = np.dtype(f"int{8 * x.dtype.itemsize}")
-    if x.dtype != bits:
-        x = lax.bitcast_convert_type(x, bits)
+    """x as [pieces, rows, columns]; free where pieces are whole tiles."""
+    if x.dtype == jnp.float16:  # which Mosaic does not know
+        x = lax.bitcast_convert_type(x, jnp.int16)
     rows, columns = rings.rows_of(x.shape)
     pieces = 1
     while (
         2 * pieces <= MAX_PIECES
-        and rows % (2 * pieces * rings.tile_rows(bits)) == 0
-        and (pieces == 1 or rows * columns * bits.itemsize >= 2 * pieces * PIECE_BYTES)
+        and rows % (2 * pieces * rings.tile_rows(x.dtype)) == 0
+        and (pieces == 1 or rows * columns * x.dtype.itemsize >= 2 * pieces * PIECE_BYTES)
     ):
         pieces *= 2
     return x.reshape(pieces, rows // pieces, columns)

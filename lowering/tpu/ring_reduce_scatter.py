@@ -76,14 +76,12 @@ def _pieces(blocks, chip):
     rows, columns = rings.rows_of(shape)
     tile = rings.tile_rows(dtype)
     limit = min(MAX_PIECE_BYTES, chip.vmem_bytes // 32)
-    padded = lambda rows: -(-rows // 8) * 8 * -(-columns // 128) * 128 * dtype.itemsize
-    if rows % tile == 0:
-        for pieces in range(1, rows // tile + 1):
-            lanes_fill = pieces % MAX_LANES == 0 or rows == tile
-            if lanes_fill and rows % (pieces * tile) == 0 and padded(rows // pieces) <= limit:
-                return blocks.reshape(n, pieces, rows // pieces, columns), lambda out: out
-    if padded(rows) <= limit:
-        return blocks.reshape(n, 1, rows, columns), lambda out: out
+    padded = lambda r: -(-r // tile) * tile * -(-columns // 128) * 128 * dtype.itemsize
+    counts = [k for k in range(1, rows // tile + 1) if rows % (k * tile) == 0]
+    counts = [k for k in counts or [1] if padded(rows // k) <= limit]
+    if counts:  # one that fills all lanes, if there is
+        pieces = next((k for k in counts if k % MAX_LANES == 0), counts[0])
+        return blocks.reshape(n, pieces, rows // pieces, columns), lambda out: out
     size = rows * columns
     piece = limit // (FLAT_COLUMNS * dtype.itemsize) // tile * tile
     pieces = -(-size // (piece * FLAT_COLUMNS * MAX_LANES)) * MAX_LANES
@@ -232,7 +230,7 @@ def _kernel(ring, streams, lanes, rounds, x, out, *scratch):
 def _scatter(x, p, chip, mesh, interpret):
     """x [n, pieces, rows, columns] -> out [pieces, rows, columns]."""
     n, pieces, *shape = x.shape
-    lanes = min(pieces, MAX_LANES)
+    lanes = MAX_LANES if pieces % MAX_LANES == 0 else 1
     streams = rings.streams(n, lanes)
     count = len(streams)
     buffer = lambda *lead: pltpu.VMEM((*lead, *shape), x.dtype)
