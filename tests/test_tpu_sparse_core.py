@@ -124,6 +124,19 @@ class AddressTest(parameterized.TestCase):
         np.testing.assert_array_equal(first[1:], last[:-1])
         self.assertLessEqual((last - first).max() - (last - first).min(), 1)
 
+    @parameterized.parameters("v7x", "v6e", "v5p")
+    def test_all_cores_are_busy(self, chip):
+        """Every subcore is one worker, and the SparseCores' shares are equal to within one."""
+        chip = CHIPS[chip]
+        cores, subcores = np.indices((chip.sparse_cores, chip.subcores), dtype=np.int32)
+        workers = sparse_core.worker_of(chip, cores, subcores)
+        np.testing.assert_array_equal(np.sort(workers.ravel()), np.arange(workers.size))
+        for items in (1, chip.sparse_cores, workers.size + 3, 1000):
+            first, last = sparse_core.share(workers, workers.size, np.int32(items))
+            each = np.asarray(last - first).sum(axis=1)
+            self.assertEqual(each.sum(), items)
+            self.assertLessEqual(each.max() - each.min(), 1)
+
     @parameterized.parameters(
         ([0], [4], 4), ([2], [0], 4), ([1, 0, 3], [2, 0, 1], 5), ([0, 0], [0, 0], 3)
     )

@@ -64,6 +64,11 @@ def line_of(w: rows.Words, row, chunk):
     return row * _I32(w.height) + chunk
 
 
+def worker_of(chip: Chip, core, subcore):
+    """The number of a subcore: neighbours are on different SparseCores, so few items busy all."""
+    return subcore * _I32(chip.sparse_cores) + core
+
+
 def share(worker, workers: int, items):
     """(first, last) of the items [first, last) of a worker: equal shares, to within one."""
     each = lax.div(items, _I32(workers))
@@ -113,7 +118,7 @@ def _fetch_kernel(w, chip, words, index, total, out, lines, buffer, here, amount
     Item k goes through half k of ``lines`` (what to read) and ``buffer`` (what was read); ``here``
     holds the source rows of the current tile. One half is read into while the other is written out.
     """
-    worker = lax.axis_index(_SUBCORE) * _I32(chip.sparse_cores) + lax.axis_index(_CORE)
+    worker = worker_of(chip, lax.axis_index(_CORE), lax.axis_index(_SUBCORE))
     pltpu.sync_copy(total, amount)
     items = amount[pl.ds(0, chip.sparse_lanes)][0] * _I32(w.height)
     first, last = share(worker, chip.sparse_cores * chip.subcores, items)
@@ -245,11 +250,40 @@ def gather(w, p, dtype, batch, m, source, index, weights, start, end, expected, 
     return outs
 
 
+def _unpack_kernel(w, dtype, weighted, all_tiles, first, count, begin, words, keep, *refs):
+    """One tile: its words into the standard layout, or zeros where the range has no rows."""
+    refs = list(refs)
+    weight = refs.pop(0) if weighted else None
+    out = refs.pop(0)
+    out_scale = refs.pop(0) if w.scaled else None
+    b, i = pl.program_id(0), pl.program_id(1)
+    at = i - first[b] if all_tiles else i
+    active = (at >= _I32(0)) & (at < count[b])
+
+    @pl.when(active)
+    def _move():
+        columns = dict(keep=refs[0])
+        refs[0][...] = -rows.column(keep[0, :, :]).astype(jnp.int32)
+        if weighted and not w.scaled:
+            columns["weight"] = refs[1]
+            refs[1][...] = rows.column(weight[0, :, :])
+        unpack_tile(w, TILE, dtype, words, 0, out, **columns)
+        if w.scaled:
+            unpack_scale(w, TILE, words, 0, out_scale, weight, keep)
+
+    if all_tiles:
+
+        @pl.when(jnp.logical_not(active))
+        def _zero():
+            out[...] = jnp.zeros_like(out)
+            if w.scaled:
+                out_scale[...] = jnp.ones_like(out_scale)
+
+
 def _unpack(w, p, dtype, m, words, keep, weights, scalars, expected, chip, interpret):
     """Step 3: [out [B, m, d]] and the scales [B * tiles, 1, 128]."""
     size, tiles = scalars[0].shape[0], -(-m // TILE)
-    turned = weights is not None and not w.scaled
-    all_tiles = p.tail == "zero"
+    weighted, all_tiles = weights is not None, p.tail == "zero"
     steps = tiles if all_tiles else jnp.maximum(jnp.max(scalars[1]), _I32(1))
 
     def within(b, i, first, count):
@@ -257,80 +291,44 @@ def _unpack(w, p, dtype, m, words, keep, weights, scalars, expected, chip, inter
         last = jnp.maximum(count[b] - _I32(1), _I32(0))
         return jnp.clip(i - first[b] if all_tiles else i, _I32(0), last)
 
-    def tile_at(b, i, first, count):
-        return (
-            i if all_tiles else jnp.minimum(first[b] + within(b, i, first, count), _I32(tiles - 1))
-        )
-
-    def block(b, i, first, count, begin):
-        return b * _I32(tiles) + tile_at(b, i, first, count), _I32(0), _I32(0)
-
     def out_block(b, i, first, count, begin):
-        return b, tile_at(b, i, first, count), _I32(0)
+        own = jnp.minimum(first[b] + within(b, i, first, count), _I32(tiles - 1))
+        return b, i if all_tiles else own, _I32(0)
+
+    def lanes_block(b, i, *scalars):
+        return b * _I32(tiles) + out_block(b, i, *scalars)[1], _I32(0), _I32(0)
 
     def words_block(b, i, first, count, begin):
         place = jnp.minimum(begin[b] + within(b, i, first, count), _I32(size * tiles - 1))
         return _I32(0), place, _I32(0)
 
-    lanes = pl.BlockSpec((1, 1, LANES), block)
+    lanes = pl.BlockSpec((1, 1, LANES), lanes_block)
     out_shape = [jax.ShapeDtypeStruct((size, m, w.d), dtype)]
     out_specs = [pl.BlockSpec((None, TILE, w.width), out_block)]
     if w.scaled:
         out_shape.append(jax.ShapeDtypeStruct((size * tiles, 1, LANES), jnp.float32))
         out_specs.append(lanes)
-    operands = [words, keep] + ([] if weights is None else [weights])
-    scratch = [pltpu.VMEM((TILE, LANES), jnp.int32)]
-    scratch += [pltpu.VMEM((TILE, LANES), jnp.float32)] * turned
-
-    def body(first, count, begin, words, keep, *refs):
-        refs = list(refs)
-        weight = refs.pop(0) if weights is not None else None
-        out = refs.pop(0)
-        out_scale = refs.pop(0) if w.scaled else None
-        b, i = pl.program_id(0), pl.program_id(1)
-        at = i - first[b] if all_tiles else i
-        active = (at >= _I32(0)) & (at < count[b])
-
-        @pl.when(active)
-        def _move():
-            columns = dict(keep=refs[0])
-            refs[0][...] = -rows.column(keep[0, :, :]).astype(jnp.int32)
-            if turned:
-                columns["weight"] = refs[1]
-                refs[1][...] = rows.column(weight[0, :, :])
-            unpack_tile(w, TILE, dtype, words, 0, out, **columns)
-            if w.scaled:
-                unpack_scale(w, TILE, words, 0, out_scale, weight, keep)
-
-        if all_tiles:
-
-            @pl.when(jnp.logical_not(active))
-            def _zero():
-                out[...] = jnp.zeros_like(out)
-                if w.scaled:
-                    out_scale[...] = jnp.ones_like(out_scale)
-
-    return list(
-        pl.pallas_call(
-            body,
-            out_shape=out_shape,
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=3,
-                grid=(size, steps),
-                in_specs=[pl.BlockSpec((w.height, TILE, LANES), words_block)]
-                + [lanes] * (len(operands) - 1),
-                out_specs=out_specs,
-                scratch_shapes=scratch,
-            ),
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=chip.vmem_bytes
-            ),
-            cost_estimate=pl.CostEstimate(
-                flops=expected * w.d if weights is not None else 0,
-                bytes_accessed=expected * (w.row_bytes + w.d * dtype.itemsize),
-                transcendentals=0,
-            ),
-            name="fp8moe_unpack_rows",
-            interpret=interpret,
-        )(*scalars, *operands)
-    )
+    columns = [jnp.int32] + [jnp.float32] * (weighted and not w.scaled)
+    outs = pl.pallas_call(
+        lambda *refs: _unpack_kernel(w, dtype, weighted, all_tiles, *refs),
+        out_shape=out_shape,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(size, steps),
+            in_specs=[pl.BlockSpec((w.height, TILE, LANES), words_block), lanes]
+            + [lanes] * weighted,
+            out_specs=out_specs,
+            scratch_shapes=[pltpu.VMEM((TILE, LANES), kind) for kind in columns],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=chip.vmem_bytes
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=expected * w.d if weighted else 0,
+            bytes_accessed=expected * (w.row_bytes + w.d * dtype.itemsize),
+            transcendentals=0,
+        ),
+        name="fp8moe_unpack_rows",
+        interpret=interpret,
+    )(*scalars, words, keep, *([weights] if weighted else []))
+    return list(outs)
