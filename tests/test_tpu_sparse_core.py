@@ -15,6 +15,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
 import fp8moe_prims as fp8
+from fp8moe_prims import moe
 from fp8moe_prims.lowering.tpu import ragged_gather as gather
 from fp8moe_prims.lowering.tpu import rows, sparse_core
 from fp8moe_prims.lowering.tpu.chip import CHIPS
@@ -29,11 +30,16 @@ _BF16 = np.dtype(jnp.bfloat16)
 _E4M3 = np.dtype(jnp.float8_e4m3fn)
 
 
-def _lower(chip, x, m, weighted=False, tail="zero", lowering="auto", grad=False, **options):
-    """A gather lowered for one chip."""
+def _struct(chip):
+    """(shape, dtype) -> an argument on one chip."""
     devices = topologies.get_topology_desc(_TOPOLOGIES[chip], platform="tpu").devices[:1]
     place = jax.NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), jax.P())
-    struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    return lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+
+def _lower(chip, x, m, weighted=False, tail="zero", lowering="auto", grad=False, **options):
+    """A gather lowered for one chip."""
+    struct = _struct(chip)
 
     def run(x, indices, end, weights):
         call = lambda x, weights: fp8.ragged_gather(
@@ -84,6 +90,17 @@ class CompileTest(parameterized.TestCase):
             with jax.sharding.use_abstract_mesh(mesh):
                 exported = jax.export.export(call, platforms=("cpu", "tpu"))(*args)
             self.assertEqual(_KERNEL in exported.mlir_module(), device is not None)
+
+    def test_layer(self):
+        """The layer's dispatch, and nothing else of it, goes to the SparseCores on request."""
+        t, d, f, e = 64, 128, 128, 4
+        shapes = ((t, d), (t, e), (e, d, f), (e, d, f), (e, f, d))
+        struct = _struct("v7x")
+        args = [struct(shape, jnp.float32) for shape in shapes]
+        for option in (True, False):
+            config = moe.MoEConfig(num_experts=e, top_k=2, sparse_core_gather=option)
+            layer = lambda *args, config=config: moe.moe_ffn(*args, config=config)
+            self.assertEqual(jax.jit(layer).lower(*args).as_text().count(_KERNEL) > 0, option)
 
     def test_derivative(self):
         text = _lower("v7x", _rows(64, 128, _F32), 128, True, grad=True, sparse_core=True).as_text()
