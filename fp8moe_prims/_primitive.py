@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax._src import config, core, dispatch, effects
 from jax._src.callback import _OrderedIOEffect
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.lax import lax as lax_internal
+from jax._src.sharding_impls import ShardingContext
 
 # Taken once, when the package is imported: quantization libraries replace jax.lax.dot_general
 # while they trace a model, and must not reach into a lowering.
@@ -202,6 +204,7 @@ def define(
         batching.primitive_batchers[p] = functools.partial(_batch, p, batch)
     ad.primitive_jvps[p] = functools.partial(_jvp, p, jvp)
     ad.primitive_transposes[p] = functools.partial(_transpose, p, transpose)
+    dispatch.prim_requires_devices_during_lowering.add(p)  # jit says for which chip, and how many
     for platform in lowerings:
         rule = functools.partial(_lower, p, platform)
         mlir.register_lowering(p, rule, platform=platform)
@@ -325,6 +328,14 @@ def _lower(p, platform, ctx, *args, operands, params, lowering):
     # The body sees plain local arrays: it makes constants and loops of its own, which carry no
     # mesh axes (those of a collective it may name), and is written for 32-bit integers.
     avals = [a.update(sharding=None, manual_axis_type=core.empty_mat) for a in ctx.avals_in]
+    flat = lambda *xs: fn(p._pack(operands, xs), params)
+    mesh = _mesh_of(kind, keep_axes=p.collective)
+    if (devices := _automatic_mesh(ctx)) and platform == "tpu" and lowering != "xla":
+        # XLA can't cut a kernel: each device gathers the operands and runs all of it.
+        flat = jax.shard_map(
+            flat, mesh=devices, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
+        )
+        mesh = devices.abstract_mesh
     inner = ctx.replace(avals_in=avals, tokens_out=None)
     if lowering == "interpret":  # our ordering token, under the name that the callbacks ask for
         token = ctx.tokens_in.get(_interpret_effect)
@@ -332,15 +343,23 @@ def _lower(p, platform, ctx, *args, operands, params, lowering):
     with (
         config._check_vma(False),
         jax.enable_x64(False),
-        jax.sharding.use_abstract_mesh(_mesh_of(kind, keep_axes=p.collective)),
+        jax.sharding.use_abstract_mesh(mesh),
     ):
-        out = mlir.lower_fun(
-            lambda *xs: fn(p._pack(operands, xs), params), multiple_results=p.multiple_results
-        )(inner, *args)
+        out = mlir.lower_fun(flat, multiple_results=p.multiple_results)(inner, *args)
     if lowering == "interpret":
         token = inner.tokens_out.get(_OrderedIOEffect)
         ctx.set_tokens_out(mlir.TokenSet({_interpret_effect: token}))
     return out
+
+
+def _automatic_mesh(ctx) -> jax.sharding.Mesh | None:
+    """One axis over the devices of a jit that XLA partitions; None where there is one device, or
+    the axes are manual already."""
+    context = ctx.module_context.axis_context
+    devices = getattr(context, "device_assignment", None)
+    if not isinstance(context, ShardingContext) or devices is None or len(devices) == 1:
+        return None
+    return jax.sharding.Mesh(np.array(devices), ("fp8moe_whole",))
 
 
 def _array_function(where: str) -> Callable:
@@ -386,11 +405,7 @@ def _device_kind(ctx) -> str | None:
     for mesh in (getattr(axis_context, "mesh", None), jax.sharding.get_abstract_mesh()):
         if (device := getattr(mesh, "abstract_device", None)) is not None:
             return device.device_kind
-    # jit says neither: the backend is what it compiles for, save in an export, which runs anywhere.
-    module = ctx.module_context
-    if module.backend is None or module.lowering_parameters.for_export:
-        return None
-    return next((d.device_kind for d in module.backend.devices() if d.platform == "tpu"), None)
+    return None
 
 
 def _mesh_of(device_kind, keep_axes):

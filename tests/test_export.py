@@ -86,6 +86,21 @@ class AheadOfTimeTest(parameterized.TestCase):
             compiled = compile_for(TOPOLOGIES[chip], _step(fp8.QuantRecipe()), *_structs(*shape))
         self.assertNotIn("tpu_custom_call", compiled.as_text())
 
+    @parameterized.parameters("v7x", "v5e")
+    def test_automatic_sharding(self, chip):
+        """Outside shard_map, operands sharded over many devices: gathered, and the kernels run."""
+        devices = topologies.get_topology_desc(TOPOLOGIES[chip], platform="tpu").devices
+        mesh = jax.sharding.Mesh(np.array(devices), ("x",))
+        place = lambda spec: jax.NamedSharding(mesh, jax.P(*spec))
+        specs = ("x",), (None, None, "x"), (), ("x",)
+        args = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place(spec))
+            for a, spec in zip(_structs(512, 256, 128, 4), specs, strict=True)
+        ]
+        lowered = jax.jit(_step(fp8.QuantRecipe())).lower(*args)
+        self.assertEqual(lowered.as_text().count("@tpu_custom_call"), 3)
+        lowered.compile()
+
     @parameterized.product(chip=["v7x", "v5e"], recipe=[None, cases.INT8])
     def test_other_recipes(self, chip, recipe):
         for dtype in (jnp.float32, jnp.bfloat16):
