@@ -1,6 +1,7 @@
 """`bench.py layer`: the expert-parallel layer, compiled for TPUs, or timed over host devices."""
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -96,6 +97,7 @@ def compile_for_tpu(options, say):
                 row["collectives"] = _hlo.collectives(text)
                 row["kernels"] = text.count('custom_call_target="tpu_custom_call"')
             rows.append(row)
+            say(json.dumps(row))  # the next one may take minutes
     return rows
 
 
