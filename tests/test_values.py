@@ -1,5 +1,11 @@
 """Every row of the table equals its reference, under each lowering; the tail changes no bit."""
 
+import hashlib
+import pathlib
+import subprocess
+import sys
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,6 +42,24 @@ class ValuesTest(parameterized.TestCase):
     def test_sweep(self, case):
         for lowering in ("xla", "interpret"):
             checks.value(case, lowering)
+
+
+def _digest() -> str:
+    """A hash of the bits of a quantized gmm and its gradients."""
+    rng = np.random.default_rng(0)
+    normal = lambda *s: jnp.asarray(rng.standard_normal(s), jnp.bfloat16)
+    lhs, rhs, dout = normal(130, 256), normal(3, 256, 64), normal(130, 64)
+
+    @jax.jit
+    def run(lhs, rhs, dout):
+        fn = lambda l, r: fp8.gmm(l, r, np.array([70, 0, 50]), recipe=fp8.QuantRecipe())
+        out, pull = jax.vjp(fn, lhs, rhs)
+        return out, pull(dout)
+
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(run(lhs, rhs, dout)):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
 
 
 LOWERINGS = ("xla", "interpret")
@@ -174,6 +198,17 @@ class NumbersTest(parameterized.TestCase):
         rhs = jnp.ones((1, 128, 8))
         run = lambda s: fp8.gmm(fp8.QArray(jnp.asarray(q), jnp.asarray(s)), rhs, np.array([4]))
         helpers.assert_same_bits(run(scale), run(scale.astype(np.float32)))
+
+    def test_same_bits_again_and_in_another_process(self):
+        """Values and gradients; `_digest` hashes their bits."""
+        first = _digest()
+        self.assertEqual(_digest(), first)
+        code = "from tests import conftest, test_values; print(test_values._digest())"
+        root = pathlib.Path(__file__).parent.parent
+        out = subprocess.run(
+            [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+        )
+        self.assertEqual(out.stdout.strip().splitlines()[-1], first)
 
     def test_result_dtype(self):
         q = fp8.QArray(jnp.ones((4, 128), jnp.float8_e4m3fn), jnp.ones((1, 1)))
