@@ -1,5 +1,6 @@
 """jax.export for three platforms from this CPU host, and ahead-of-time compilation per chip."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from jax.experimental import topologies
 
@@ -22,6 +24,11 @@ SHAPES = (
     (1024, 2880, 2880, 4),
     (512, 5120, 1536, 16),
 )
+
+
+# Each shape and each chip, in few minutes; the sweep has all pairs.
+QUICK = [("v7x", shape) for shape in SHAPES]
+QUICK += [("v6e", SHAPES[1]), ("v5p", SHAPES[3]), ("v5e", SHAPES[4])]
 
 
 def compile_for(topology, fn, *args):
@@ -75,10 +82,18 @@ class ExportTest(parameterized.TestCase):
 
 
 class AheadOfTimeTest(parameterized.TestCase):
-    @parameterized.product(chip=sorted(TOPOLOGIES), shape=SHAPES)
-    def test_forward_and_gradients(self, chip, shape):
+    def _check(self, chip, shape):
         compiled = compile_for(TOPOLOGIES[chip], _step(fp8.QuantRecipe()), *_structs(*shape))
         self.assertGreaterEqual(compiled.as_text().count('custom_call_target="tpu_custom_call"'), 3)
+
+    @parameterized.parameters(*QUICK)
+    def test_forward_and_gradients(self, chip, shape):
+        self._check(chip, shape)
+
+    @parameterized.parameters(*(p for p in itertools.product(TOPOLOGIES, SHAPES) if p not in QUICK))
+    @pytest.mark.sweep
+    def test_sweep_forward_and_gradients(self, chip, shape):
+        self._check(chip, shape)
 
     @parameterized.product(chip=["v7x", "v5e"], lowering=["xla"], shape=[(200, 96, 160, 3)])
     def test_xla_lowering_on_tpu(self, chip, lowering, shape):
