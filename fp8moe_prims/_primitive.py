@@ -357,7 +357,8 @@ def _automatic_mesh(ctx) -> jax.sharding.Mesh | None:
     the axes are manual already."""
     context = ctx.module_context.axis_context
     devices = getattr(context, "device_assignment", None)
-    if not isinstance(context, ShardingContext) or devices is None or len(devices) == 1:
+    exported = ctx.module_context.lowering_parameters.for_export
+    if exported or not isinstance(context, ShardingContext) or not devices or len(devices) == 1:
         return None
     return jax.sharding.Mesh(np.array(devices), ("fp8moe_whole",))
 
@@ -400,8 +401,11 @@ def _device_kind(ctx) -> str | None:
         mesh := getattr(axis_context, "mesh", None), jax.sharding.Mesh
     ):
         devices = mesh.devices.flat
+    if ctx.module_context.lowering_parameters.for_export:
+        devices = None  # those of this host; the export runs elsewhere
     for device in devices or ():
-        return device.device_kind if device.platform == "tpu" else None
+        if device.platform == "tpu":
+            return device.device_kind
     for mesh in (getattr(axis_context, "mesh", None), jax.sharding.get_abstract_mesh()):
         if (device := getattr(mesh, "abstract_device", None)) is not None:
             return device.device_kind
