@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8moe_prims.collectives import all_gather, reduce_scatter
 from fp8moe_prims.gmm import gmm
-from fp8moe_prims.qarray import WIDE_DTYPES, QArray, quantize
+from fp8moe_prims.qarray import WIDE_DTYPES, QArray, operand, quantize
 from fp8moe_prims.ragged_gather import ragged_gather
 from fp8moe_prims.ragged_gather_reduce import ragged_gather_reduce
 from fp8moe_prims.ragged_glu import ACTIVATIONS, ragged_glu
@@ -50,7 +50,9 @@ class MoEConfig:
         nothing is ever dropped.
       quantize_before_all_gather: tokens travel and are sorted in fp8; False: in their own dtype,
         and are quantized inside the kernels.
-      ring_cotangent_all_gather: reserved for the ring kernels; jax.lax collectives run either way.
+      ring_cotangent_all_gather: the cotangent of the combine's reduce-scatter is gathered by the
+        ring kernel, where the axis is a ring of the torus. The forward pass has no ring kernel, so
+        a rematerialized one has none either.
       save_sorted_inputs: name the sorted tokens and the routing (SAVED_NAMES), so that
         ``jax.checkpoint(layer, policy=moe.save_sorted_inputs_policy)`` keeps them, and runs neither
         gather nor sort again.
@@ -112,8 +114,9 @@ def moe_ffn(x, router_logits, w_gate, w_up, w_down, *, config: MoEConfig):
     Args:
       x: tokens [t, d], bfloat16, float16 or float32.
       router_logits: [t, num_experts], wide; the softmax is computed in float32.
-      w_gate, w_up: [e_local, d, f], wide; e_local = num_experts / size of ep_axis.
-      w_down: [e_local, f, d], wide.
+      w_gate, w_up: [e_local, d, f], wide, or QArrays as `gmm` takes them (gathered in fp8 over
+        another mesh axis, say); e_local = num_experts / size of ep_axis.
+      w_down: [e_local, f, d], likewise.
       config: see `MoEConfig`.
 
     Returns:
@@ -136,11 +139,13 @@ def moe_ffn(x, router_logits, w_gate, w_up, w_down, *, config: MoEConfig):
     """
     shards = _axis_size(config.ep_axis)
     _check(x, router_logits, w_gate, w_up, w_down, config, shards)
+    w_in = _side_by_side(*(_quantized(w, config.recipe) for w in (w_gate, w_up)))
+    w_down = _quantized(w_down, config.recipe)
     parts = config.num_token_chunks
     outs, counts, dropped, needed = [], 0, 0, jnp.float32(0)
     for i in range(parts):
         part = lambda a: a[i * (a.shape[0] // parts) : (i + 1) * (a.shape[0] // parts)]  # noqa: B023
-        y, stats = _moe_part(part(x), part(router_logits), w_gate, w_up, w_down, config, shards)
+        y, stats = _moe_part(part(x), part(router_logits), w_in, w_down, config, shards)
         outs.append(y)
         counts, dropped = counts + stats[0], dropped + stats[1]
         needed = jnp.maximum(needed, stats[2])
@@ -152,7 +157,7 @@ def moe_ffn(x, router_logits, w_gate, w_up, w_down, *, config: MoEConfig):
     return (outs[0] if parts == 1 else jnp.concatenate(outs)), stats
 
 
-def _moe_part(x, logits, w_gate, w_up, w_down, config, shards):
+def _moe_part(x, logits, w_in, w_down, config, shards):
     """One chunk: (y [t, d], (rows per expert of this shard's tokens, dropped, needed factor))."""
     axis, recipe = config.ep_axis, config.recipe
     weights, experts = route(logits, config)  # [t, top_k] each
@@ -166,7 +171,7 @@ def _moe_part(x, logits, w_gate, w_up, w_down, config, shards):
     if axis is not None:
         tokens = all_gather(tokens, axis)
         weights, experts = (lax.all_gather(a, axis, tiled=True) for a in (weights, experts))
-    plan = sort_rows(experts, w_gate.shape[0], config, shards)
+    plan = sort_rows(experts, w_in.shape[0], config, shards)
     plan = plan.name() if config.save_sorted_inputs else plan
 
     rows = dict(start=0, end=plan.end, expected_rows=plan.balanced, tail="undefined")
@@ -181,13 +186,12 @@ def _moe_part(x, logits, w_gate, w_up, w_down, config, shards):
         gathered = _name_values(gathered)
     grouped = dict(recipe=recipe, tail="undefined", expected_rows=plan.balanced)
     wide = dict(preferred_element_type=x.dtype)
-    w_in = jnp.concatenate([w_gate, w_up], axis=2)  # one dlhs, so no sum over the buffer's rows
     h = gmm(gathered, w_in, plan.sizes, **grouped, **wide)  # [m, 2f]
     a = ragged_glu(h, activation=config.activation, qdtype=recipe.act_dtype, **rows)  # [m, f]
     y = gmm(a, w_down, plan.sizes, **grouped, **wide)  # [m, d]
     y = ragged_gather_reduce(y, plan.position, weights=weights, inverse=plan.slot, **rows)
     if axis is not None:
-        y = reduce_scatter(y, axis)
+        y = reduce_scatter(y, axis, ring_cotangent=config.ring_cotangent_all_gather)
 
     needed = plan.routed.astype(jnp.float32) / np.float32(plan.balanced)
     return y, (counts, plan.routed - plan.end, needed)
@@ -265,6 +269,34 @@ def buffer_rows(total: int, balanced: int, worst: int, factor: float) -> int:
     return worst if factor <= 0 else max(1, min(worst, math.ceil(factor * balanced)))
 
 
+def _quantized(w, recipe: QuantRecipe):
+    """Weights as every chunk of tokens uses them, by the rule of `gmm`."""
+    if recipe.weight_dtype is None or hasattr(w, "qvalue"):
+        return w
+    return quantize(
+        w,
+        recipe.weight_dtype,
+        channelwise_axes=(0, 2),
+        calibration=recipe.weight_calibration,
+    )
+
+
+def _side_by_side(gate, up):
+    """[e, d, 2f]: one gmm for both, and one dlhs, so that no sum runs over the buffer's rows."""
+    join = lambda a, b: jnp.concatenate([a, b], axis=2)
+    if not hasattr(gate, "qvalue"):
+        return join(gate, up)
+    _, scale, carrier = operand("w_gate", gate, ("e_local", "d", "f"))
+    _, other_scale, other = operand("w_up", up, ("e_local", "d", "f"))
+    common = np.broadcast_shapes(scale.shape[:2], other_scale.shape[:2])
+    scales = [
+        jnp.broadcast_to(s, (*common, w.qvalue.shape[2]))
+        for s, w in ((scale, gate), (other_scale, up))
+    ]
+    carriers = None if carrier is None or other is None else join(carrier, other)
+    return QArray(join(gate.qvalue, up.qvalue), join(*scales), carriers)
+
+
 def _name_values(x):
     """The sorted tokens, named; the carrier is not: it has no value to keep."""
     name = lambda a: checkpoint_name(a, SAVED_NAMES[0])
@@ -292,6 +324,9 @@ def _check(x, logits, w_gate, w_up, w_down, config, shards):
         ("w_up", w_up, "[e_local, d, f]"),
         ("w_down", w_down, "[e_local, f, d]"),
     ):
+        if name.startswith("w_") and hasattr(a, "qvalue"):
+            operand(name, a, tuple(dims[1:-1].split(", ")))
+            continue
         if getattr(a, "dtype", None) not in WIDE_DTYPES:
             raise TypeError(
                 f"{name}: takes bfloat16, float16 or float32, got {getattr(a, 'dtype', type(a))}"
@@ -312,6 +347,8 @@ def _check(x, logits, w_gate, w_up, w_down, config, shards):
     ):
         if a.shape != shape:
             raise ValueError(f"{name}: takes shape {shape}, got {a.shape}")
+    if hasattr(w_gate, "qvalue") != hasattr(w_up, "qvalue") and config.recipe.weight_dtype is None:
+        raise TypeError("w_up: must be a QArray where w_gate is one, and only there")
     if t % config.num_token_chunks:
         raise ValueError(
             f"num_token_chunks: must divide the {t} tokens, got {config.num_token_chunks}"

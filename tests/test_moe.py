@@ -7,6 +7,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 import fp8moe_prims as fp8
@@ -125,6 +126,52 @@ class UnquantizedTest(parameterized.TestCase):
 
 
 class QuantizedTest(parameterized.TestCase):
+    def test_weights_gathered_in_fp8(self):
+        """Sharded over a second axis, quantized, gathered: the same layer and gradients."""
+        args = _inputs()
+        want = _grads(lambda *a: _layer(MoEConfig(E, K))(*a)[0], args)
+        config = MoEConfig(E, K, ep_axis="x")
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "x"))
+
+        def local(x, logits, *weights):
+            gathered = [
+                fp8.ring_all_gather(
+                    fp8.quantize(w, "e4m3", channelwise_axes=(0, 2)), "fsdp", axis=2, tiled=True
+                )
+                for w in weights
+            ]
+            return moe_ffn(x, logits, *gathered, config=config)[0]
+
+        rows, experts = P(("fsdp", "x")), P("x", None, "fsdp")
+        layer = jax.shard_map(
+            local, mesh=mesh, in_specs=(rows, rows, *(experts,) * 3), out_specs=rows
+        )
+        got = _grads(layer, args)
+        for a, b in zip(got[:2], want[:2], strict=True):
+            helpers.assert_close(a, b, 2e-5)
+        for a, b in zip(got[2:], want[2:], strict=True):  # scales of half of the tokens each
+            self.assertLess(helpers.distance(a, b), 0.08)
+
+    @parameterized.parameters(False, True)
+    def test_backward_gathers_by_the_ring(self, ring):
+        """Compiled for a torus ring: the backward pass has one ring kernel, the forward none."""
+        config = MoEConfig(E, K, ep_axis="x", ring_cotangent_all_gather=ring)
+        topology = topologies.get_topology_desc("v5p:2x2x1", platform="tpu")
+        a, b, c, d = topology.devices
+        mesh = jax.sharding.Mesh(np.array([a, b, d, c]), ("x",))  # around the square
+        layer = jax.shard_map(
+            lambda *a: moe_ffn(*a, config=config)[0],
+            mesh=mesh,
+            in_specs=(P("x"),) * 5,
+            out_specs=P("x"),
+        )
+        place = jax.NamedSharding(mesh, P("x"))
+        args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in _inputs()]
+        for fn, rings in ((layer, 0), (jax.grad(lambda *a: jnp.sum(layer(*a) ** 2)), int(ring))):
+            text = jax.jit(fn).lower(*args).as_text()
+            self.assertEqual(text.count('kernel_name = "fp8moe_ring_all_gather"'), rings)
+            self.assertEqual(text.count('kernel_name = "fp8moe_ring'), rings)
+
     def test_expert_parallel_equals_one_device(self):
         args = _inputs()
         want = _grads(lambda *a: _layer(MoEConfig(E, K))(*a)[0], args)

@@ -25,7 +25,7 @@ def layer_step(options, backward: str, factor: float):
 
     devices = jax.devices() if options.target == "cpu" else _tpu.devices(options.target)
     devices = np.array(devices)
-    mesh = jax.sharding.Mesh(devices.reshape(-1, options.ep), ("data", "expert"))
+    mesh = jax.sharding.Mesh(devices.reshape(-1, options.ep), ("fsdp", "expert"))
     config = fp8.moe.MoEConfig(
         options.experts,
         options.top_k,
@@ -34,11 +34,22 @@ def layer_step(options, backward: str, factor: float):
         ragged_buffer_factor=factor,
     )
 
+    def gathered(w):
+        """The weights of this device's experts: in fp8, or as today's frameworks do in bfloat16."""
+        if backward == "in_kernel":
+            w = fp8.quantize(w, config.recipe.weight_dtype, channelwise_axes=(0, 2))
+            return fp8.ring_all_gather(w, "fsdp", axis=2, tiled=True)
+        return jax.lax.all_gather(w, "fsdp", axis=2, tiled=True)
+
+    def layer(x, logits, *weights):
+        weights = [gathered(w) for w in weights] if options.fsdp else weights
+        return fp8.moe.moe_ffn(x, logits, *weights, config=config)[0]
+
     def local(dy, *args):
-        y, pull = jax.vjp(lambda *a: fp8.moe.moe_ffn(*a, config=config)[0], *args)
+        y, pull = jax.vjp(layer, *args)
         return y, pull(dy)
 
-    rows, experts = P(("data", "expert")), P("expert")
+    rows, experts = P(("fsdp", "expert")), P("expert", None, "fsdp" if options.fsdp else None)
     specs = (rows, rows, rows, experts, experts, experts)
     fn = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(rows, specs[1:]))
     t, d, f, e = options.tokens * mesh.size, options.d, options.f, options.experts
@@ -92,6 +103,7 @@ def tpu_table(rows, options) -> str:
     shape = (
         f"d={options.d} f={options.f} {options.experts} experts, top {options.top_k},"
         f" {options.tokens} tokens a device, ep {options.ep}"
+        + (", weights sharded over the other devices" if options.fsdp else "")
     )
     lines = [
         f"the layer, forward and all gradients, on {options.target}: {shape}",
@@ -233,6 +245,12 @@ def add_arguments(parser: argparse.ArgumentParser, positive) -> None:
     }
     for name, (default, text) in integers.items():
         parser.add_argument(f"--{name}", type=positive, default=default, help=text)
+    parser.add_argument(
+        "--fsdp",
+        action="store_true",
+        help="shard the weights over the devices beyond ep too; in_kernel gathers them in fp8,"
+        " dense in bfloat16",
+    )
     parser.add_argument("--target", default="tpu7x:2x2x1", help="TPU topology, or cpu")
     parser.add_argument("--repetitions", type=positive, default=5, help="with --target cpu")
     parser.add_argument(
