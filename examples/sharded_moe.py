@@ -47,31 +47,37 @@ def layer(params, x, axis):
 def train(forward, params, x, target):
     """The losses of STEPS steps of gradient descent."""
 
-    def loss(params):
+    def loss(params, x, target):
         return jnp.mean((forward(params, x) - target) ** 2)
 
     @jax.jit
-    def step(params):
-        value, grads = jax.value_and_grad(loss)(params)
+    def step(params, x, target):
+        value, grads = jax.value_and_grad(loss)(params, x, target)
         return jax.tree.map(lambda p, g: p - np.float32(RATE) * g, params, grads), value
 
     losses = []
     for _ in range(STEPS):
-        params, value = step(params)
+        params, value = step(params, x, target)
         losses.append(float(value))
     return losses
+
+
+def over(mesh):
+    """(the layer over the mesh's devices, specs of its params, spec of the tokens)."""
+    specs, rows = dict(router=P(), gate=P("expert"), up=P("expert"), down=P("expert")), P("expert")
+    forward = jax.shard_map(
+        lambda params, x: layer(params, x, "expert"),
+        mesh=mesh,
+        in_specs=(specs, rows),
+        out_specs=rows,
+    )
+    return forward, specs, rows
 
 
 def main():
     params, x, target = init()
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("expert",))
-    specs = dict(router=P(), gate=P("expert"), up=P("expert"), down=P("expert"))
-    sharded = jax.shard_map(
-        lambda params, x: layer(params, x, "expert"),
-        mesh=mesh,
-        in_specs=(specs, P("expert")),
-        out_specs=P("expert"),
-    )
+    sharded, _, _ = over(mesh)
     many = train(sharded, params, x, target)
     one = train(lambda params, x: layer(params, x, None), params, x, target)
     print(f"step   {mesh.size} devices   1 device")

@@ -3,8 +3,10 @@
 import contextlib
 import importlib.util
 import io
+import os
 import pathlib
 import re
+import subprocess
 import sys
 import tempfile
 from unittest import mock
@@ -66,6 +68,19 @@ class TrainMoeTest(absltest.TestCase):
         with contextlib.redirect_stderr(io.StringIO()) as err, self.assertRaises(SystemExit):
             self.run_main("--runs", "bf16,fp4")
         self.assertIn("fp4", err.getvalue())
+
+
+class MultihostTest(absltest.TestCase):
+    def test_two_processes_equal_one(self):
+        """Four devices each, collectives by gloo; the example compares the losses itself."""
+        out = subprocess.run(
+            [sys.executable, str(EXAMPLES / "multihost_moe.py")],
+            env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)},
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(out.returncode, 0, out.stderr[-2000:])
+        self.assertIn("2 processes", out.stdout)
 
 
 if __name__ == "__main__":
