@@ -7,8 +7,8 @@ library's sources); the experts are spread over two host devices and nothing is 
 that half of each device's buffer holds rows of no expert. The last run fills those rows with NaN,
 values and cotangents alike: its losses must be the same, bit for bit.
 
-The exit code is 1 if a loss is not finite, an in-kernel run is more than 1% from the dense one at an
-evaluation, or the NaNs change a loss.
+The exit code is 1 if a loss is not finite, an in-kernel run is more than 1% from the dense one at
+an evaluation, or the NaNs change a loss.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import time
 from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path.insert(0, str(ROOT))
 
 from tools import _bench_layer
 
@@ -49,7 +49,7 @@ def recipes():
 
 
 def sharded_layer(poison: bool):
-    """moe_ffn(x, logits, w_gate, w_up, w_down, config=) over DEVICES devices, half the experts each.
+    """moe_ffn(x, logits, w_gate, w_up, w_down, config=) over DEVICES devices.
 
     poison: fill the buffer's rows of no expert with NaN after each operation, and those of the
     cotangents before each operation's derivative.
@@ -126,6 +126,7 @@ def _poison(x, end):
 
 def train_all(names, steps: int, every: int, seed: int):
     """name -> (training losses [steps], held-out losses by step)."""
+    sys.path.insert(1, str(ROOT / "examples"))
     import _text
     import train_moe
 
@@ -215,7 +216,9 @@ def parse_arguments(argv=None) -> argparse.Namespace:
         prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=500, help="of each run (%(default)s)")
-    parser.add_argument("--every", type=int, default=50, help="steps to an evaluation (%(default)s)")
+    parser.add_argument(
+        "--every", type=int, default=50, help="steps to an evaluation (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of parameters and batches")
     parser.add_argument(
         "--runs",
