@@ -162,6 +162,7 @@ def _equation(eqn, name, bodies, reads, number, rows) -> Node:
     loop = "loop" if name in ("while", "scan", "cond") else "other"
     collective = "collective" if name in _JAX_COLLECTIVES else loop
     kind = "ours" if ours else "dense" if over else collective
+    kind = "through" if kind == "other" and _hlo.is_free(name) else kind
     return Node(f"{name}.{number}", name, kind, results, reads, over)
 
 

@@ -46,6 +46,11 @@ _FREE = {
 }
 
 
+def is_free(opcode: str) -> bool:
+    """Whether it names, groups or reinterprets values, or only ends what another began."""
+    return opcode in _FREE or opcode.endswith(("-done", "-update"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Array:
     """Type and shape of an array."""
@@ -213,7 +218,7 @@ def runs_over_rows(array: Array, rows: int) -> bool:
 
 def _row_op(opcode, where, touched, rows) -> RowOp | None:
     over = [a.bytes for a in touched if runs_over_rows(a, rows)]
-    if opcode in _FREE or not over:
+    if is_free(opcode) or not over:
         return None
     return RowOp(_KIND_OF.get(opcode, "other"), opcode, max(over), where)
 
@@ -233,7 +238,7 @@ def report_of_hlo(text: str, rows: int) -> Report:
             called = op.called("body", "condition", "calls", "to_apply", "branch_computations")
             called += op.called("true_computation", "false_computation")
             touched = _touched(op, instructions)
-            if op.opcode == "custom-call":
+            if op.opcode in ("custom-call", "custom-call-start"):
                 target = re.search(r'custom_call_target="([^"]*)"', op.attributes)
                 fused[target.group(1) if target else "custom-call"] += 1
             elif op.opcode == "fusion":

@@ -66,7 +66,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _fold(prefix: str, shown: Side) -> str:
-    """The HLO, each computation a part that folds; the entry's is open."""
+    """The HLO, each computation a part that folds; the entry's is first and open."""
     out, lines, title = [], [], ""
     for line in shown.hlo.splitlines():
         if line.endswith("{") and not line.startswith((" ", "HloModule")):
@@ -74,8 +74,8 @@ def _fold(prefix: str, shown: Side) -> str:
         elif line.startswith("}"):
             opened = " open" if title.startswith("ENTRY") else ""
             head = html.escape(title if len(title) < 200 else title[:200] + " ...")
-            out.append(f"<details{opened}><summary>{head}</summary><pre>{''.join(lines)}</pre>")
-            out.append("</details>")
+            body = f"<summary>{head}</summary><pre>{''.join(lines)}</pre>"
+            out.insert(0 if opened else len(out), f"<details{opened}>{body}</details>")
         elif match := re.match(r"^\s+(?:ROOT )?%?([\w.\-]+) = ", line):
             mark = shown.marks.get(match[1], "")
             name = html.escape(f"{prefix}:{match[1]}", quote=True)
@@ -106,7 +106,7 @@ def _svg(prefix: str, nodes: list[_graph.Node]) -> str:
 
 
 def _box(prefix: str, n: _graph.Node) -> str:
-    lines = (_short(n.label, 27), _short(_arrays(n), 33))
+    lines = (_short(n.label, 27), _short(_arrays(n), 29))
     return (
         f'<g class="node {n.kind}" data-node="{_id(prefix, n.name)}" tabindex="0" role="button"'
         f' transform="translate({n.x:.0f} {n.y:.0f})">'
@@ -284,8 +284,9 @@ document.querySelectorAll("[data-zoom]").forEach(b =>
   b.addEventListener("click", () => zoom(b.closest(".side"), b.dataset.zoom)));
 document.querySelectorAll(".side").forEach(side => {
   const graph = side.querySelector(".graph"), svg = side.querySelector("svg");
+  if (svg.width.baseVal.value < 2 * graph.clientWidth) zoom(side, "fit");
   graph.scrollLeft = (svg.width.baseVal.value - graph.clientWidth) / 2;
 });
-const asked = decodeURIComponent(location.hash.slice(1));
+const asked = decodeURIComponent(location.hash.replace("#pick=", ""));
 if (details[asked]) pick(asked, true);
 """

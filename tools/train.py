@@ -22,8 +22,7 @@ import sys
 import time
 from unittest import mock
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from tools import _bench_layer
 
@@ -126,7 +125,7 @@ def _poison(x, end):
 
 def train_all(names, steps: int, every: int, seed: int):
     """name -> (training losses [steps], held-out losses by step)."""
-    sys.path.insert(1, str(ROOT / "examples"))
+    sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent / "examples"))
     import _text
     import train_moe
 
