@@ -12,7 +12,7 @@ from tools import _hlo
 
 KINDS = ("ours", "dense", "collective", "loop", "input", "output", "other")
 VISIBLE_BYTES = 1 << 20  # smaller results are left out, and edges lead through them
-WIDTH, HEIGHT, GAP_X, GAP_Y = 200, 48, 18, 34
+WIDTH, HEIGHT, GAP_X, GAP_Y = 224, 48, 18, 34
 
 
 @dataclasses.dataclass
@@ -94,7 +94,7 @@ def _hlo_kind(op, module, over) -> tuple[str, str]:
     if kernel is not None:
         return "ours", kernel
     if op.opcode == "parameter":
-        return "input", re.sub(r"[._]+$", "", op.name)
+        return "input", re.sub(r"_?\.\d+$", "", op.name)
     if over:
         return "dense", ", ".join(over)
     if op.opcode.removesuffix("-start") in _hlo.COLLECTIVES:
@@ -105,7 +105,7 @@ def _hlo_kind(op, module, over) -> tuple[str, str]:
         return "through", op.opcode
     if op.root:
         return "output", "result"
-    return "other", op.name if op.opcode == "fusion" else op.opcode
+    return "other", op.name.partition(".")[0] if op.opcode == "fusion" else op.opcode
 
 
 _THROUGH = ("bitcast", "get-tuple-element", "constant", "reshape", "add-dependency")
@@ -126,7 +126,16 @@ def of_jaxpr(closed, rows: int) -> list[Node]:
     read = [names[v] for v in inner.outvars if v in names] if inner.outvars else []
     results = tuple(_hlo.array_of(v.aval) for v in inner.outvars)
     nodes.append(Node("result", "result", "output", results, read))
-    return shown(nodes)
+    return shown(_needed(nodes))
+
+
+def _needed(nodes: list[Node]) -> list[Node]:
+    """Those that the last one reads, however indirectly: a jaxpr has dead equations."""
+    needed = {nodes[-1].name}
+    for n in reversed(nodes):
+        if n.name in needed:
+            needed.update(n.inputs)
+    return [n for n in nodes if n.name in needed]
 
 
 def _walk(jaxpr, names, nodes, rows) -> None:

@@ -238,7 +238,7 @@ def report_of_hlo(text: str, rows: int) -> Report:
             called = op.called("body", "condition", "calls", "to_apply", "branch_computations")
             called += op.called("true_computation", "false_computation")
             touched = _touched(op, instructions)
-            if op.opcode in ("custom-call", "custom-call-start"):
+            if op.opcode == "custom-call":
                 target = re.search(r'custom_call_target="([^"]*)"', op.attributes)
                 fused[target.group(1) if target else "custom-call"] += 1
             elif op.opcode == "fusion":

@@ -106,7 +106,7 @@ def _svg(prefix: str, nodes: list[_graph.Node]) -> str:
 
 
 def _box(prefix: str, n: _graph.Node) -> str:
-    lines = (_short(n.label, 27), _short(_arrays(n), 29))
+    lines = (_short(n.label, 26), _short(_arrays(n), 31))
     return (
         f'<g class="node {n.kind}" data-node="{_id(prefix, n.name)}" tabindex="0" role="button"'
         f' transform="translate({n.x:.0f} {n.y:.0f})">'

@@ -8,6 +8,7 @@ import base64
 import dataclasses
 import glob
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -105,9 +106,8 @@ def read(folder: str, names) -> list[Code]:
             continue
         pattern = f"*-{glob.escape(match[1])}-*final_hlo-static-per-bundle*"
         use = glob.glob(os.path.join(glob.escape(folder), pattern))
-        with open(path) as f:
-            text = f.read()
-        found.append(parse(match[1], text, open(use[0]).read() if use else ""))
+        text, slots = (pathlib.Path(p).read_text() for p in (path, *(use[:1] or [os.devnull])))
+        found.append(parse(match[1], text, slots))
     return found
 
 

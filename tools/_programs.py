@@ -211,7 +211,7 @@ def _ring(name: str, gathers: bool):
         del backward
         if s.m % len(devices):
             raise SystemExit(f"{name}: m = {s.m} is not a multiple of the {len(devices)} devices")
-        mesh = jax.sharding.Mesh(np.array(devices), (AXIS,))
+        mesh = jax.sharding.Mesh(np.array(_tpu.ring_order(devices)), (AXIS,))
         split, whole = PartitionSpec(AXIS), PartitionSpec()
         before, after = (split, whole) if gathers else (whole, split)
 

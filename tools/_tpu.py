@@ -47,3 +47,19 @@ def devices(topology: str):
         if "INVALID_ARGUMENT" in str(e):
             raise SystemExit(f"{topology}: libtpu knows no such topology ({e})") from e
         raise SystemExit(f"{topology} needs the TPU compiler: pip install libtpu ({e})") from e
+
+
+def ring_order(devices) -> list:
+    """TPU devices in an order in which each is next to the one before: there and back again.
+
+    Where the last one is next to the first, that is a ring: with wrap-around links, or two rows.
+    """
+    if any(getattr(d, "coords", None) is None for d in devices):
+        return list(devices)
+
+    def place(d):
+        x, y, z = d.coords
+        row = y if z % 2 == 0 else -y
+        return z, row, x if (y + z) % 2 == 0 else -x, getattr(d, "core_on_chip", 0)
+
+    return sorted(devices, key=place)

@@ -47,11 +47,11 @@ def recipes():
 # ------------------------------------------------------------------------------- the layer
 
 
-def sharded_layer(poison: bool):
+def sharded_layer(fill: float | None = None):
     """moe_ffn(x, logits, w_gate, w_up, w_down, config=) over DEVICES devices.
 
-    poison: fill the buffer's rows of no expert with NaN after each operation, and those of the
-    cotangents before each operation's derivative.
+    fill: what the buffer's rows of no expert are filled with after each operation, and those of the
+    cotangents before each operation's derivative; None: nothing.
     """
     import dataclasses
 
@@ -70,15 +70,15 @@ def sharded_layer(poison: bool):
         mapped = jax.shard_map(
             local, mesh=mesh, in_specs=(rows,) * len(args), out_specs=(rows, P())
         )
-        with poisoned_tails() if poison else contextlib.nullcontext():
+        with contextlib.nullcontext() if fill is None else filled_tails(fill):
             return mapped(*args)
 
     return moe
 
 
 @contextlib.contextmanager
-def poisoned_tails():
-    """While the layer is traced: NaN in every row that an operation leaves to no expert."""
+def filled_tails(value: float):
+    """While the layer is traced: value in every row that an operation leaves to no expert."""
     import jax.numpy as jnp
 
     import fp8moe_prims as fp8
@@ -87,7 +87,7 @@ def poisoned_tails():
         operation = getattr(fp8.moe, name)
 
         def call(*args, **options):
-            return _poison(operation(*args, **options), end_of(args, options))
+            return fill_tail(operation(*args, **options), end_of(args, options), value)
 
         return mock.patch.object(fp8.moe, name, call)
 
@@ -100,8 +100,8 @@ def poisoned_tails():
         yield
 
 
-def _poison(x, end):
-    """x [m, ...] or a QArray with NaN in the rows from end on, and in those of its cotangent."""
+def fill_tail(x, end, value: float):
+    """x [m, ...] or a QArray with value in the rows from end on, and in those of its cotangent."""
     import jax
     import jax.numpy as jnp
 
@@ -110,7 +110,7 @@ def _poison(x, end):
     def fill(a, end):
         tail = jnp.arange(a.shape[0], dtype=jnp.int32) >= end
         tail = tail.reshape((-1,) + (1,) * (a.ndim - 1))
-        return jnp.where(tail, jnp.full((), jnp.nan, a.dtype), a)
+        return jnp.where(tail, jnp.full((), value, a.dtype), a)
 
     both = jax.custom_vjp(fill)
     both.defvjp(lambda a, end: (fill(a, end), end), lambda end, ct: (fill(ct, end), None))
@@ -140,7 +140,7 @@ def train_all(names, steps: int, every: int, seed: int):
             steps=steps,
             seed=seed,
             every=every,
-            moe=sharded_layer(poison=name == POISONED),
+            moe=sharded_layer(math.nan if name == POISONED else None),
         )
     return results
 
