@@ -304,10 +304,10 @@ def write_png(rows, options, path) -> None:
     unit = less(seconds[0])
     x = [r["value"] for r in rows]
     for label, of, style in (
-        ("dense quantize chain around ragged_dot", lambda t: t["dense"], "o-"),
-        ("ragged_dot, not quantized", lambda t: t["ragged_dot"], "s--"),
+        ("dense quantize chain", lambda t: t["dense"], "o-"),
+        ("ragged_dot, unquantized", lambda t: t["ragged_dot"], "s--"),
         ("fp8moe_prims", lambda t: t["ours"], "o-"),
-        ("fp8moe_prims, less filling its outputs with zeros", less, "s--"),
+        ("fp8moe_prims, less zero filling", less, "s--"),
     ):
         axes.plot(x, [of(t) / unit for t in seconds], style, label=label)
     axes.set(

@@ -102,8 +102,8 @@ def read(folder: str, names) -> list[Code]:
     found = []
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*final_bundles.txt"))):
         match = re.match(r"\d+-(.*)-\d+-final_bundles\.txt$", os.path.basename(path))
-        if not match or not match[1].startswith(tuple(names)):
-            continue
+        if not match or not match[1].startswith(tuple(names)) or match[1][:3] in ("<la", "TLP"):
+            continue  # the last two are the program's own start and end
         pattern = f"*-{glob.escape(match[1])}-*final_hlo-static-per-bundle*"
         use = glob.glob(os.path.join(glob.escape(folder), pattern))
         text, slots = (pathlib.Path(p).read_text() for p in (path, *(use[:1] or [os.devnull])))

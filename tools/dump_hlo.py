@@ -205,7 +205,8 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     has_dense = options.op in _programs.QUANTIZING or not ours
     if (options.compare or options.dense) and not has_dense:
         parser.error(f"{options.op} quantizes nothing in its backward pass: it has no dense side")
-    if options.compare or (options.summary and ours and has_dense):
+    both = options.compare or (options.summary and ours and has_dense)
+    if both and not options.discard:
         options.sides = list(BACKWARDS)
     return options
 
