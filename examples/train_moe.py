@@ -65,18 +65,28 @@ def learning_rate(step: int, steps: int) -> np.float32:
 
 
 def train(
-    name, recipe, text, held_out, *, steps, seed, every=None, moe=fp8.moe.moe_ffn
+    name,
+    recipe,
+    text,
+    held_out,
+    *,
+    steps,
+    seed,
+    every=None,
+    init=_model.init,
+    moe=fp8.moe.moe_ffn,
 ) -> tuple[np.ndarray, dict[int, float]]:
     """One run.
 
     Args:
       every: evaluate each time so many steps are done, not at the end alone.
+      init: what makes the parameters, called as `_model.init` is.
       moe: what computes the experts, called as `fp8moe_prims.moe.moe_ffn` is.
 
     Returns:
       The training loss of each step [steps], and the held-out loss after some of them.
     """
-    params = _model.init(seed, _text.VOCABULARY, LENGTH)
+    params = init(seed, _text.VOCABULARY, LENGTH)
     zeros = functools.partial(jax.tree.map, jnp.zeros_like)
     state = {
         "params": params,
