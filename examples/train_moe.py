@@ -59,9 +59,9 @@ def train_step(state, tokens, rate, *, recipe, moe):
     return {"params": params, "mean": mean, "square": square, "count": count}, cross_entropy
 
 
-def learning_rate(step: int, steps: int) -> np.float32:
-    """Up in a straight line to LEARNING_RATE, then down in one to 0."""
-    return np.float32(LEARNING_RATE * min((step + 1) / WARMUP, (steps - step) / steps))
+def learning_rate(step: int, steps: int, top: float) -> np.float32:
+    """Up in a straight line to the top, then down in one to 0."""
+    return np.float32(top * min((step + 1) / WARMUP, (steps - step) / steps))
 
 
 def train(
@@ -73,6 +73,7 @@ def train(
     steps,
     seed,
     every=None,
+    rate=LEARNING_RATE,
     init=_model.init,
     moe=fp8.moe.moe_ffn,
 ) -> tuple[np.ndarray, dict[int, float]]:
@@ -80,6 +81,7 @@ def train(
 
     Args:
       every: evaluate each time so many steps are done, not at the end alone.
+      rate: the highest learning rate.
       init: what makes the parameters, called as `_model.init` is.
       moe: what computes the experts, called as `fp8moe_prims.moe.moe_ffn` is.
 
@@ -100,8 +102,8 @@ def train(
     for step in range(steps):
         starts = random.integers(0, text.size - LENGTH, BATCH)
         tokens = _text.windows(text, starts, LENGTH)
-        rate = learning_rate(step, steps)
-        state, loss = train_step(state, tokens, rate, recipe=recipe, moe=moe)
+        at = learning_rate(step, steps, rate)
+        state, loss = train_step(state, tokens, at, recipe=recipe, moe=moe)
         losses[step] = loss
         progress.update(step + 1, losses[step])
         if step + 1 == steps or (every and (step + 1) % every == 0):

@@ -127,7 +127,7 @@ def fill_tail(x, end, value: float):
 # ----------------------------------------------------------------------------------- the runs
 
 
-def train_all(names, steps: int, every: int, seed: int):
+def train_all(names, steps: int, every: int, seed: int, rate: float):
     """name -> (training losses [steps], held-out losses by step)."""
     sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent / "examples"))
     import _model
@@ -145,6 +145,7 @@ def train_all(names, steps: int, every: int, seed: int):
             steps=steps,
             seed=seed,
             every=every,
+            rate=rate,
             init=_nudged_init if name == NUDGED else _model.init,
             moe=sharded_layer(math.nan if name == POISONED else None),
         )
@@ -233,6 +234,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
         "--every", type=int, default=50, help="steps to an evaluation (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of parameters and batches")
+    parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument(
         "--runs",
         default=";".join(names),
@@ -253,16 +255,20 @@ def main(argv=None) -> int:
     options = parse_arguments(argv)
     _bench_layer.force_host_devices(DEVICES)
     start = time.perf_counter()
-    results = train_all(options.runs, options.steps, options.every, options.seed)
+    results = train_all(options.runs, options.steps, options.every, options.seed, options.rate)
     seconds = time.perf_counter() - start
-    print(f"\nheld-out loss, seed {options.seed}; {seconds:.0f} s on {os.cpu_count()} cores\n")
+    print(f"\nheld-out loss, seed {options.seed}, rate {options.rate:g}; {seconds:.0f} s\n")
     print(table(results))
     wrong = faults(results)
     print("\n" + "\n".join(f"Failed: {w}" for w in wrong) if wrong else "\nAll as it should be.")
     if options.json:
         runs = {n: {"training": list(t), "held_out": h} for n, (t, h) in results.items()}
         with open(options.json, "w") as f:
-            json.dump({"steps": options.steps, "seed": options.seed, "runs": runs}, f, indent=1)
+            json.dump(
+                {"steps": options.steps, "seed": options.seed, "rate": options.rate, "runs": runs},
+                f,
+                indent=1,
+            )
     if options.png:
         write_png(results, options.png)
     return 1 if wrong else 0
