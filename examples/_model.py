@@ -46,22 +46,25 @@ def init(seed: int, vocabulary: int, length: int) -> dict:
     }
 
 
-def loss(params, tokens, recipe):
-    """(mean cross-entropy, mean load-balancing loss) of int32 tokens [batch, length + 1]."""
+def loss(params, tokens, recipe, moe=fp8.moe.moe_ffn):
+    """(mean cross-entropy, mean load-balancing loss) of int32 tokens [batch, length + 1].
+
+    moe: what computes the experts, called as `fp8moe_prims.moe.moe_ffn` is.
+    """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = (params["embedding"][inputs] + params["position"][None]).astype(jnp.bfloat16)
     balance = np.float32(0)
     for layer in params["layers"]:  # x [batch, length, d]
         x = x + attention(layer, rms_norm(x, layer["attention_norm"]))
         flat = rms_norm(x, layer["moe_norm"]).reshape(-1, FEATURES)
-        y, layer_balance = moe_ffn(layer, flat, recipe)
+        y, layer_balance = moe_ffn(layer, flat, recipe, moe)
         x, balance = x + y.reshape(x.shape), balance + layer_balance / np.float32(LAYERS)
     logits = matmul(rms_norm(x, params["norm"]), params["unembedding"]).astype(jnp.float32)
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
     return -picked.mean(), balance
 
 
-def moe_ffn(params, x, recipe):
+def moe_ffn(params, x, recipe, moe):
     """The mixture of experts: (y [t, d], load-balancing loss []) of tokens x [t, d].
 
     Each token goes to the TOP_K experts that its router prefers; none is dropped.
@@ -69,7 +72,7 @@ def moe_ffn(params, x, recipe):
     logits = x.astype(jnp.float32) @ params["router"]  # [t, E]
     experts = (params[name].astype(x.dtype) for name in ("w_gate", "w_up", "w_down"))
     config = MoEConfig(EXPERTS, TOP_K, recipe=recipe)
-    y, stats = fp8.moe.moe_ffn(x, logits, *experts, config=config)
+    y, stats = moe(x, logits, *experts, config=config)
 
     # E * sum over e of (share of the rows) * (mean probability): 1 if balanced, E if collapsed.
     share = stats["rows_per_expert"].astype(jnp.float32) / np.float32(TOP_K * x.shape[0])

@@ -35,12 +35,12 @@ TOLERANCE = 0.01
 LAST = 20  # steps that the final training loss is the mean of
 
 
-@functools.partial(jax.jit, static_argnames="recipe", donate_argnames="state")
-def train_step(state, tokens, rate, *, recipe):
+@functools.partial(jax.jit, static_argnames=("recipe", "moe"), donate_argnames="state")
+def train_step(state, tokens, rate, *, recipe, moe):
     """One step of Adam: (the new state, cross-entropy before it)."""
 
     def objective(params):
-        cross_entropy, balance = _model.loss(params, tokens, recipe)
+        cross_entropy, balance = _model.loss(params, tokens, recipe, moe)
         return cross_entropy + np.float32(_model.BALANCE) * balance, cross_entropy
 
     grads, cross_entropy = jax.grad(objective, has_aux=True)(state["params"])
@@ -59,14 +59,36 @@ def train_step(state, tokens, rate, *, recipe):
     return {"params": params, "mean": mean, "square": square, "count": count}, cross_entropy
 
 
-def learning_rate(step: int, steps: int) -> np.float32:
-    """Up in a straight line to LEARNING_RATE, then down in one to 0."""
-    return np.float32(LEARNING_RATE * min((step + 1) / WARMUP, (steps - step) / steps))
+def learning_rate(step: int, steps: int, top: float) -> np.float32:
+    """Up in a straight line to the top, then down in one to 0."""
+    return np.float32(top * min((step + 1) / WARMUP, (steps - step) / steps))
 
 
-def train(name, recipe, text, held_out, *, steps, seed):
-    """One run: (training loss of each step [steps], held-out loss)."""
-    params = _model.init(seed, _text.VOCABULARY, LENGTH)
+def train(
+    name,
+    recipe,
+    text,
+    held_out,
+    *,
+    steps,
+    seed,
+    every=None,
+    rate=LEARNING_RATE,
+    init=_model.init,
+    moe=fp8.moe.moe_ffn,
+) -> tuple[np.ndarray, dict[int, float]]:
+    """One run.
+
+    Args:
+      every: evaluate each time so many steps are done, not at the end alone.
+      rate: the highest learning rate.
+      init: what makes the parameters, called as `_model.init` is.
+      moe: what computes the experts, called as `fp8moe_prims.moe.moe_ffn` is.
+
+    Returns:
+      The training loss of each step [steps], and the held-out loss after some of them.
+    """
+    params = init(seed, _text.VOCABULARY, LENGTH)
     zeros = functools.partial(jax.tree.map, jnp.zeros_like)
     state = {
         "params": params,
@@ -76,24 +98,30 @@ def train(name, recipe, text, held_out, *, steps, seed):
     }
     random = np.random.default_rng(seed)
     progress = Progress(name, steps)
-    losses = np.zeros(steps)
+    losses, evaluations = np.zeros(steps), {}
     for step in range(steps):
         starts = random.integers(0, text.size - LENGTH, BATCH)
         tokens = _text.windows(text, starts, LENGTH)
-        state, loss = train_step(state, tokens, learning_rate(step, steps), recipe=recipe)
+        at = learning_rate(step, steps, rate)
+        state, loss = train_step(state, tokens, at, recipe=recipe, moe=moe)
         losses[step] = loss
         progress.update(step + 1, losses[step])
-    return losses, evaluate(state, held_out, recipe)
+        if step + 1 == steps or (every and (step + 1) % every == 0):
+            evaluations[step + 1] = evaluate(state["params"], held_out, recipe, moe)
+    return losses, evaluations
 
 
-def evaluate(state, text, recipe) -> float:
+@functools.partial(jax.jit, static_argnames=("recipe", "moe"))
+def cross_entropy(params, tokens, *, recipe, moe):
+    return _model.loss(params, tokens, recipe, moe)[0]
+
+
+def evaluate(params, text, recipe, moe) -> float:
     """The mean cross-entropy over EVALUATION_BATCHES that are spread over the text."""
     starts = np.linspace(0, text.size - LENGTH - 1, EVALUATION_BATCHES * BATCH).astype(int)
     total = 0.0
     for batch in _text.windows(text, starts, LENGTH).reshape(EVALUATION_BATCHES, BATCH, -1):
-        # A step of rate 0 leaves the parameters as they are, and is compiled already.
-        state, loss = train_step(state, batch, np.float32(0), recipe=recipe)
-        total += float(loss)
+        total += float(cross_entropy(params, batch, recipe=recipe, moe=moe))
     return total / EVALUATION_BATCHES
 
 
@@ -187,10 +215,12 @@ def main(arguments=None) -> int:
     text, held_out = _text.load()
     entropy = _text.unigram_entropy(text)
     print(f"{text.size} bytes of the Python standard library, unigram entropy {entropy:.3f} nats")
-    results = {
-        name: train(name, RECIPES[name], text, held_out, steps=options.steps, seed=options.seed)
-        for name in runs
-    }
+    results = {}
+    for name in runs:
+        losses, evaluations = train(
+            name, RECIPES[name], text, held_out, steps=options.steps, seed=options.seed
+        )
+        results[name] = losses, evaluations[options.steps]
     good = report(results)
     draw(results, entropy, options.out)
     return 0 if good else 1

@@ -1,5 +1,8 @@
 """Assertions and loops that several test files use."""
 
+import contextlib
+import io
+
 import jax
 import numpy as np
 from absl.testing import parameterized
@@ -53,3 +56,16 @@ def poisoned(x, valid, value):
 
 def as_jax(tree):
     return jax.tree.map(jax.numpy.asarray, tree)
+
+
+def run_tool(main, *argv):
+    """(exit code, stdout, stderr) of a tool's main."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(list(argv))
+        except SystemExit as e:
+            code = e.code
+            if isinstance(code, str):
+                print(code, file=err)
+    return code, out.getvalue(), err.getvalue()

@@ -1,7 +1,5 @@
 """The tools: what they print, what they refuse, and the checks that are made with them."""
 
-import contextlib
-import io
 import json
 import os
 import pathlib
@@ -12,6 +10,7 @@ import tempfile
 import jax
 from absl.testing import absltest, parameterized
 
+from tests.helpers import run_tool as _run
 from tools import _hlo, bench, dump_hlo
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -65,19 +64,6 @@ ENTRY %main (x.1: bf16[64,256], w: bf16[8,256,16]) -> f32[64] {
 """
 
 
-def _run(main, *argv):
-    """(exit code, stdout, stderr) of a tool's main."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main(list(argv))
-        except SystemExit as e:
-            code = e.code
-            if isinstance(code, str):
-                print(code, file=err)
-    return code, out.getvalue(), err.getvalue()
-
-
 class HloTest(parameterized.TestCase):
     def test_arrays(self):
         tuple_type = "(f32[8,128]{1,0:T(8,128)S(1)}, /*index=1*/s4[3]{0}, token[], f8e4m3fn[])"
@@ -113,6 +99,16 @@ class HloTest(parameterized.TestCase):
         fusion = 64 * 256 * 2 + 4 + 64 * 256 + vector
         self.assertEqual(report.traffic, fusion + 4 * vector)
 
+    def test_kernels_and_what_is_left(self):
+        call = '%k.3.refs = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", backend={'
+        call += '"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"4096"}]}'
+        text = HLO.replace("  %k = ", f"  {call}\n  %k = ").replace("%x.1 =", "%x =")
+        (with_vmem, other) = _hlo.kernels(text)
+        self.assertEqual(with_vmem, _hlo.Kernel("k", "k.3.refs", 4096))
+        self.assertEqual(other.vmem, 0)
+        report = _hlo.report_of_hlo(HLO, rows=64)
+        self.assertEqual([op.opcode for op in report.narrow(64)], ["clamp"])
+
     def test_not_hlo(self):
         with self.assertRaisesRegex(ValueError, "ENTRY"):
             _hlo.parse_hlo("module @jit_f {\n}\n")
@@ -146,9 +142,50 @@ class DumpHloTest(parameterized.TestCase):
         self.assertEqual(code, 0)
         self.assertIn("tpu_custom_call", out)
 
+    @parameterized.parameters("ring_all_gather", "ring_reduce_scatter", "quantize")
+    def test_other_operations(self, op):
+        for flags in ((), ("--grad",)):
+            shape = ("--shape", "256,128,64,2", "--stage", "jaxpr")
+            code, out, _ = _run(dump_hlo.main, op, *flags, *shape)
+            self.assertEqual(code, 0)
+            self.assertRegex(out, "fp8moe_ring" if op.startswith("ring") else "f8_e4m3fn")
+
+    def test_ring_over_a_topology(self):
+        where = ("--target", "v6e:2x2", "--shape", "256,128,64,2")
+        code, out, _ = _run(dump_hlo.main, "ring_all_gather", *where, "--stage", "stablehlo")
+        self.assertEqual(code, 0)
+        self.assertIn("mhlo.num_partitions = 4", out)
+        self.assertIn('kernel_name = "fp8moe_ring_all_gather"', out)
+
+    def test_cuda(self):
+        where = ("--target", "cuda", "--shape", "256,128,64,2", "--stage", "stablehlo")
+        code, out, _ = _run(dump_hlo.main, "gmm", *where)
+        self.assertEqual(code, 0)
+        self.assertIn("func.func public @main", out)
+
+    def test_mosaic(self):
+        where = ("--target", "tpu7x", "--shape", "512,256,128,2", "--stage", "mosaic")
+        code, out, _ = _run(dump_hlo.main, "gmm", "--grad", *where)
+        self.assertEqual(code, 0)
+        for name in ("fp8moe_gmm", "fp8moe_tgmm_quant"):
+            self.assertIn(f"// kernel {name}", out)
+        self.assertIn("tpu.matmul", out)
+
+    def test_compare_prints_both(self):
+        flags = ("--compare", "dense", "--stage", "jaxpr", "--shape", "256,128,64,2")
+        code, out, _ = _run(dump_hlo.main, "gmm", "--grad", *flags)
+        self.assertEqual(code, 0)
+        ours, dense = out.split("#" * 30 + " dense")
+        self.assertNotIn("reduce_max", ours)
+        self.assertIn("reduce_max", dense)
+
     @parameterized.parameters(
         (("gnn",), "gnn.*choose from.*gmm"),
         (("gmm", "--target", "h100"), "h100.*choose from.*cpu.*tpu7x"),
+        (("gmm", "--target", "cuda"), "cuda: up to --stage stablehlo"),
+        (("gmm", "--stage", "llo"), "llo: the CPU has no kernels"),
+        (("ragged_glu", "--compare", "dense"), "ragged_glu quantizes nothing"),
+        (("my.module:make", "--shape", "8,8,8,8"), "--shape is for the operations by name"),
         (("gmm", "--shape", "12,7"), "--shape.*four integers m,k,n,g.*'12,7'"),
         (("gmm", "--shape", "a,b,c,d"), "--shape.*four integers m,k,n,g.*'a,b,c,d'"),
         (("gmm", "--shape", "0,8,8,1"), "--shape.*at least 1.*'0,8,8,1'"),
@@ -161,7 +198,7 @@ class DumpHloTest(parameterized.TestCase):
         self.assertRegex(err, message)
 
     def test_help_as_a_script(self):
-        for tool in ("dump_hlo.py", "bench.py"):
+        for tool in ("dump_hlo.py", "bench.py", "train.py"):
             done = subprocess.run(
                 [sys.executable, str(ROOT / "tools" / tool), "--help"],
                 check=True,
@@ -227,7 +264,7 @@ class BenchTest(parameterized.TestCase):
             sizes = ("--k", "128", "--n", "256", "--groups", "4", "--rows", "128")
             code, out, err = _run(
                 bench.main,
-                *("cpu", *sizes, "--buffers", "1,2", "--repetitions", "1", "--json", path),
+                *("cpu", *sizes, "--values", "1,2", "--repetitions", "1", "--json", path),
             )
             self.assertEqual(code, 0, err)
             with open(path) as f:
@@ -236,12 +273,25 @@ class BenchTest(parameterized.TestCase):
         self.assertEqual({r["how"] for r in table}, {"timed"})
         self.assertEqual(out.count("\ntimed "), 2)
         self.assertIn("repetition 1 of 1", err)
+        self.assertIn(f"[{'#' * 30}] 4/4 done", err)
+
+    def test_sweeps(self):
+        def points(*argv):
+            return bench._bench_cpu.points(bench.parse_arguments(["cpu", *argv]))
+
+        self.assertEqual([p.buffer / p.rows for p in points()], [1, 2, 4, 8])
+        rows = points("--sweep", "rows", "--groups", "4", "--factor", "3")
+        self.assertEqual([p.rows for p in rows], [4, 32, 256, 1024, 4096])
+        self.assertEqual({(p.buffer / p.rows, p.groups) for p in rows}, {(3, 4)})
+        experts = points("--sweep", "experts", "--values", "8,256")
+        self.assertEqual([(p.groups, p.rows) for p in experts], [(8, 1024), (256, 1024)])
 
     @parameterized.parameters(
         ((), "required: command"),
         (("gpu",), "gpu.*choose from.*cpu"),
         (("cpu", "--rows", "-3"), "--rows: takes a positive integer, got '-3'"),
-        (("cpu", "--buffers", "1,x"), "--buffers: takes a positive integer, got 'x'"),
+        (("cpu", "--values", "1,x"), "--values: takes a positive integer, got 'x'"),
+        (("cpu", "--sweep", "depth"), "depth.*choose from.*buffer.*rows.*experts"),
     )
     def test_refuses(self, argv, message):
         code, _, err = _run(bench.main, *argv)

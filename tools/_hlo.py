@@ -46,6 +46,11 @@ _FREE = {
 }
 
 
+def is_free(opcode: str) -> bool:
+    """Whether it names, groups or reinterprets values, or only ends what another began."""
+    return opcode in _FREE or opcode.endswith(("-done", "-update"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Array:
     """Type and shape of an array."""
@@ -114,6 +119,10 @@ class Report:
     fused: Counter
     row_ops: list[RowOp]
     traffic: int | None = None
+
+    def narrow(self, rows: int) -> list[RowOp]:
+        """The operations that have a number or two for each row, no features: routing, scales."""
+        return [op for op in self.row_ops if op.bytes <= 8 * rows]
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
         """kind -> (how many, bytes of the arrays they run over), in KINDS' order."""
@@ -209,7 +218,7 @@ def runs_over_rows(array: Array, rows: int) -> bool:
 
 def _row_op(opcode, where, touched, rows) -> RowOp | None:
     over = [a.bytes for a in touched if runs_over_rows(a, rows)]
-    if opcode in _FREE or not over:
+    if is_free(opcode) or not over:
         return None
     return RowOp(_KIND_OF.get(opcode, "other"), opcode, max(over), where)
 
@@ -262,6 +271,37 @@ def _fused_row_ops(module: Module, computation: str, where: str, rows: int) -> I
                 yield row_op
 
 
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel of ours in an optimized HLO module, and the bytes of VMEM that it uses."""
+
+    name: str
+    instruction: str
+    vmem: int
+
+
+def kernels(text: str) -> list[Kernel]:
+    """The tpu_custom_calls of an optimized HLO module, in the order of the text."""
+    found = []
+    for instructions in parse_hlo(text).computations.values():
+        for op in instructions.values():
+            name = kernel_name(op)
+            if name is None:
+                continue
+            used = re.search(r'"used_scoped_memory_configs":\[([^\]]*)\]', op.attributes)
+            sizes = re.findall(r'"memory_space":"1"[^}]*?"size":"(\d+)"', used[1] if used else "")
+            vmem = max(map(int, sizes), default=0)
+            found.append(Kernel(name, op.name, vmem))
+    return found
+
+
+def kernel_name(op: Instruction) -> str | None:
+    """The name of a kernel's call, None for other instructions."""
+    if op.opcode not in ("custom-call", "custom-call-start"):
+        return None
+    return op.name.partition(".")[0] if '"tpu_custom_call"' in op.attributes else None
+
+
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
@@ -291,17 +331,23 @@ def report_of_jaxpr(jaxpr, rows: int, ours: str = "fp8moe_") -> Report:
         for eqn in getattr(pending[-1], "jaxpr", pending.pop()).eqns:
             name = eqn.primitive.name
             inner = [j for value in eqn.params.values() for j in jaxprs(value)]
-            touched = [_array_of(v.aval) for v in (*eqn.invars, *eqn.outvars)]
             if name.startswith(ours):
                 fused[name] += 1
             elif inner and not name.startswith(("reduce", "scatter", "arg")):
                 pending += inner
-            elif name not in ("broadcast_in_dim", "iota"):
-                opcode = "reduce" if name.startswith("reduce_") else name
-                row_op = _row_op(opcode, name, touched, rows)
-                if row_op is not None:
-                    row_ops.append(row_op)
+            else:
+                row_ops += report_of_eqn(eqn, rows).row_ops
     return Report(fused, row_ops)
+
+
+def report_of_eqn(eqn, rows: int) -> Report:
+    """Of an equation without a jaxpr inside, which is none of ours."""
+    name = eqn.primitive.name
+    if name in ("broadcast_in_dim", "iota"):
+        return Report(Counter(), [])
+    touched = [array_of(v.aval) for v in (*eqn.invars, *eqn.outvars)]
+    row_op = _row_op("reduce" if name.startswith("reduce_") else name, name, touched, rows)
+    return Report(Counter(), [] if row_op is None else [row_op])
 
 
 def jaxprs(value):
@@ -315,7 +361,7 @@ def jaxprs(value):
 _HLO_NAMES = {"bool": "pred", "bfloat16": "bf16"}
 
 
-def _array_of(aval) -> Array:
+def array_of(aval) -> Array:
     name = getattr(getattr(aval, "dtype", None), "name", "")
     for long, short in (("float8_", "f8"), ("float", "f"), ("uint", "u"), ("int", "s")):
         if name not in _HLO_NAMES and name.startswith(long):
