@@ -159,6 +159,21 @@ class TgmmKernelTest(parameterized.TestCase):
             np.testing.assert_array_equal(run(*stale, starts, ends), got)
 
     @parameterized.named_parameters(
+        ("both_quantized", dict()), ("fp8_lhs", dict(lhs_dtype=None, dout_dtype="e4m3"))
+    )
+    def test_row_blocks(self, changes):
+        """Full, with a short one after it, several, short, and in the array's last window."""
+        m, k, n = 2400, 129, 200
+        p = _params(block_m=384, **changes)
+        lhs, dout, scale = self._normal((m, k)), self._normal((m, n), seed=1), None
+        if p.lhs_dtype is None:
+            lhs = lhs.astype(jnp.float8_e4m3fn)
+            scale = jnp.exp2(self._normal((m, 1), jnp.float32, seed=2).round())
+        starts, ends = _ranges([474, 300, 778, 434, 10, 230], [0, 5, 0, 3, 0, 0])
+        got = _runner(p)(lhs, scale, dout, starts, ends)
+        self._assert_close(got, _reference(lhs, scale, dout, starts, ends, p))
+
+    @parameterized.named_parameters(
         ("lhs", (2, 3), (1, 1), (1, 1)),
         ("dout", (1, 1), (2, 3), (1, 1)),
         ("mixed", (2, 1), (1, 3), (2, 3)),

@@ -2,6 +2,7 @@
 
     python tools/bench.py cpu [--sweep buffer|rows|experts] [--json FILE] [--png FILE]
     python tools/bench.py layer [--json FILE]
+    python tools/bench.py tpu [--json FILE]
 
 `cpu` times ours, the dense chain and an unquantized ragged_dot on this machine, in one run,
 repetition by repetition in turn. Only ratios mean something: the absolute times are this machine's,
@@ -10,6 +11,9 @@ under whatever else it was doing.
 `layer` compiles the expert-parallel layer ahead of time for a TPU topology, with both backwards,
 and prints the temporaries and collectives that the compiler reports. With `--target cpu` it times
 the layer instead, over as many host devices, on buffers of each factor.
+
+`tpu` compiles the grouped matmul kernels for a v7x core and compares the cycles that the compiler
+counts and its simulator follows with the floors of the MXU and of HBM.
 """
 
 import argparse
@@ -20,7 +24,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from tools import _bench_cpu, _bench_layer, _tpu
+from tools import _bench_cpu, _bench_layer, _bench_tpu, _tpu
 
 # ------------------------------------------------------------------------------ command line
 
@@ -118,6 +122,27 @@ def _add_layer(commands) -> None:
     layer.add_argument("--json", metavar="FILE", help="write all figures there")
 
 
+def run_tpu(options) -> None:
+    _tpu.set_environment()
+    rows = _bench_tpu.run(options)
+    if options.json:
+        with open(options.json, "w") as f:
+            json.dump({"benchmark": "tpu", "table": rows}, f, indent=2)
+
+
+def _add_tpu(commands) -> None:
+    tpu = commands.add_parser(
+        "tpu",
+        help="cycles of the kernels on a v7x core, by its compiler",
+        description="Compares the grouped matmul kernels with the floors of the MXU and of HBM, by"
+        " the TPU compiler's program and simulator; nothing is run.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    tpu.set_defaults(run=run_tpu)
+    _bench_tpu.add_arguments(tpu, _positive)
+    tpu.add_argument("--json", metavar="FILE", help="write all figures there")
+
+
 def _add_outputs(parser) -> None:
     """Options that every subcommand has."""
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
@@ -143,7 +168,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
         prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(title="benchmarks", dest="command", required=True)
-    for add in (_add_cpu, _add_layer):
+    for add in (_add_cpu, _add_layer, _add_tpu):
         add(commands)
     options = parser.parse_args(argv)
     if options.command == "cpu" and options.values is None:

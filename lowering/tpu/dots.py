@@ -40,6 +40,15 @@ def widen(x, dtype):
     return x.astype(dtype)
 
 
+def to_float8(x, dtype):
+    """float32 to a float8 type, for values whose absmax was scaled to the type's maximum.
+
+    As numerics.round_to, whose clip changes nothing here: the absmax may exceed the maximum by a
+    few units in the last place of a float32, and the conversion rounds it to the maximum.
+    """
+    return x.astype(dtype)
+
+
 def dot(a, b, dimension_numbers, chip: Chip):
     """``dot_general(a, b)`` in a kernel, float32 result.
 

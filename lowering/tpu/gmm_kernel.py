@@ -31,6 +31,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from fp8moe_prims.lowering import numerics
+from fp8moe_prims.lowering.tpu import dots
 from fp8moe_prims.lowering.tpu.chip import Chip
 from fp8moe_prims.lowering.tpu.dots import dot, dot_dtypes, widen
 from fp8moe_prims.lowering.tpu.gmm_tiles import (
@@ -237,9 +238,7 @@ def _make_lhs(spec: Spec, kt, refs, rows, block: int, columns):
         if q.qdtype == np.int8:
             values = numerics.round_to(values, q.qdtype)
         else:
-            # As round_to, whose clip changes nothing here: the absmax may exceed the maximum of the
-            # type by a few units in the last place, and the conversion rounds it to the maximum.
-            values = values.astype(q.qdtype)
+            values = dots.to_float8(values, q.qdtype)
     elif q.qdtype is not None:
         scale = numerics.fixed_scale(spec.bound, q.qdtype)
         values = numerics.round_to(values * (np.float32(1) / scale), q.qdtype)

@@ -1,0 +1,370 @@
+"""The tgmm_quant kernel: what one visit does. See tgmm_quant.py for the grid and the roles.
+
+Visit v multiplies the slabs of visit v - 1 while it quantizes its own windows:
+
+    S slab   [2, rows, ts]      by the visit's parity
+    R ring   [slots, rows, tr]  a pass (unit, R tile) of at most ``slots`` row blocks is quantized
+                                during its first S tile only and read from here in the others
+    R stage  [rows, tr]         the first row block of the next pass, a part of it per S tile of
+                                this one; copied to the ring when that pass begins
+    scales   of a: [.., 2, tp, 128], a column, equal in all lanes; of b: [.., 2, 1, tq]; the second
+             of the two belongs to the short block in the slab's last rows
+    acc      [tp, tq] float32   sum over the row blocks of a group of more than one visit
+    out      [tp, tq]           written back when the output tile changes
+
+Three kinds of visits have code of their own. *full*: a row block of more than 224 rows, and the
+next one with it where that has at most 96 rows and is the group's last: its rows follow in the
+window, its slab rows are the last 128. *short*: at most 224 rows, a slab of 256. *empty*: zeros.
+
+A window begins at a multiple of 32 rows. `clean` brings it into shape in place: rows of other
+groups become zeros, and window row w >= block, which the block's first rows have pushed out, goes
+to row w - block. So a full slab is quantized without a mask however the group is aligned. Only a
+window that several row blocks may share (the array's last one) stays as it is, and its rows are
+*masked* as they are read.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from fp8moe_prims.lowering import numerics
+from fp8moe_prims.lowering.tpu import dots
+from fp8moe_prims.lowering.tpu.tgmm_blocks import (
+    DIRECT,
+    NOTHING,
+    TILE_SHIFT,
+    TOGETHER,
+    Block,
+    Config,
+    kinds_of,
+    loop_from,
+    row_block,
+)
+from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, CHUNK, LANES, SHORT, TAIL, chunk_width
+from fp8moe_prims.lowering.tpu.tgmm_windows import (
+    Source,
+    clean,
+    column_of,
+    full_rows,
+    masked_rows,
+    measure,
+    short_rows,
+    tail_rows,
+    write,
+)
+
+_I32 = np.int32
+
+
+# ------------------------------------------------------------------------------------- product
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A slab [rows, t] and its scales (or None), refs."""
+
+    slab: object
+    scales: object
+
+
+def _product(c: Config, a: Operand, b: Operand, out, lengths, acc=None, is_first=None):
+    """(chunks of the output tile, body): out = (acc unless is_first) + sum over parts a^T b.
+
+    ``lengths``: [(first slab row, rows, index of the scales)] of the parts.
+    """
+    tp, tq = out.shape
+    cp, cq = chunk_width(tp, CHUNK), chunk_width(tq, CHUNK)
+    fixed = np.float32(1.0)
+    for side in (c.a, c.b):
+        if side.bound is not None and side.qdtype is not None:
+            fixed = np.float32(fixed * numerics.fixed_scale(side.bound, side.qdtype))
+
+    def chunk(i):
+        row = pl.multiple_of((i // _I32(tq // cq)) * _I32(cp), LANES)
+        column = pl.multiple_of((i % _I32(tq // cq)) * _I32(cq), LANES)
+        rows, columns = pl.ds(row, cp), pl.ds(column, cq)
+        total = None
+        for first, length, part in lengths:
+            x = dots.dot(
+                a.slab[pl.ds(first, length), rows],
+                b.slab[pl.ds(first, length), columns],
+                (((0,), (0,)), ((), ())),
+                c.chip,
+            )
+            if fixed != 1.0:
+                x = x * fixed
+            if b.scales is not None:
+                x = x * b.scales[part, :, columns]
+            if a.scales is not None:
+                x = x * jnp.concatenate([a.scales[part, rows, :]] * (cq // LANES), axis=1)
+            total = x if total is None else total + x
+        if acc is not None:
+            total = total + jnp.where(is_first, np.float32(0), acc[rows, columns])
+            acc[rows, columns] = total
+        if acc is not out:
+            out[rows, columns] = total.astype(out.dtype)
+
+    return (tp // cp) * (tq // cq), chunk
+
+
+def _run_under(product, measures, writes):
+    """Runs the chunks of a product, the first half of them with measures, the others with writes.
+
+    ``measures``, ``writes``: [(count, body)]. MXU and vector unit share the program of each turn.
+    """
+    count, chunk = product
+    half = count // 2
+
+    def turns(start, stop, tasks):
+        def turn(i):
+            chunk(i)
+            for strips, body in tasks:
+                share = -(-strips // (stop - start))
+                for j in range(share):  # past its end a task repeats its last part
+                    at = (i - _I32(start)) * _I32(share) + _I32(j)
+                    body(jnp.minimum(at, _I32(strips - 1)) if strips % (stop - start) else at)
+
+        loop_from(start, _I32(stop), turn)
+
+    turns(0, half, measures)
+    turns(half, count, writes)
+
+
+def _run(count, body, together=1):
+    """body(i) for i in [0, count), a few in each turn of the loop."""
+    together = max(d for d in range(1, together + 1) if count % d == 0)
+
+    def turn(i):
+        for part in range(together):
+            body(i * _I32(together) + _I32(part))
+
+    loop_from(0, _I32(count // together), turn)
+
+
+# -------------------------------------------------------------------------------------- kernel
+
+
+class _Visit:
+    """One visit, with its refs at hand."""
+
+    def __init__(self, c: Config, shifts, tables, operands, out, scratch):
+        self.c, self.operands, self.out, self.scratch = c, operands, out, scratch
+        unit, code, self.slot, _, self.hold_r, self.task, starts, ends = tables[:8]
+        v, visits = pl.program_id(0), pl.num_programs(0) - 1
+        self.v, self.code = v, code
+        self.sides = {side.resident: side for side in (c.a, c.b)}  # by role: R, S
+        get = lambda w: row_block(c, unit[w], code[w], starts, ends)
+        self.old = jnp.maximum(v - _I32(1), _I32(0))
+        self.done = get(self.old)  # the visit whose product this is
+        self.new = get(v).when(v < visits)
+        self.r_visit = self.hold_r[v]
+        self.next = get(self.r_visit)  # what R's window holds
+        self.r_kinds = kinds_of(c, self.next)
+        self.shifts = {False: shifts[False](code[v]), True: shifts[True](code[self.r_visit])}
+
+    def source(self, role) -> Source:
+        block = self.next if role else self.new
+        rowscale = None
+        if self.sides[role].rowscale:
+            rowscale = self.scratch["rowscale"], (block.base & _I32(3)) * _I32(ALIGN)
+        return Source(self.sides[role], self.operands[role], rowscale, block, self.shifts[role])
+
+    def operand(self, role, index) -> Operand:
+        """The slab of a role with an index: S by parity, R by slot."""
+        scales = self.scratch["scale", role]
+        scales = None if scales is None else scales.at[index]
+        return Operand(self.scratch["slab", role].at[index], scales)
+
+    # -- windows
+
+    def shape_window(self, role):
+        """Turns the row scales, and cleans a full block's window."""
+        source = self.source(role)
+        columns = self.scratch["rowscale"]
+        if source.side.rowscale:
+            for i in range(columns.shape[0] // LANES):
+                part = pl.ds(i * LANES, LANES)
+                columns[part, :] = column_of(self.operands["rowscale"][:, part])
+        block, c = source.block, self.c
+        _, full, _ = kinds_of(c, block)
+        ready = (block.count == _I32(c.tiles.block)) & (block.low == _I32(0))
+        if c.tiles.tail:
+            ready = ready & (block.tail == _I32(0))
+
+        @pl.when(full & jnp.logical_not(ready))
+        def _():
+            clean(c, source.window, block)
+            if source.side.rowscale:
+                clean(c, columns, block, source.rowscale[1])
+
+    def quantize_tasks(self, role, target: Operand):
+        """(measure, write) of a clean window's strips."""
+        c, source, inverse = self.c, self.source(role), self.scratch["inverse", role]
+        return (
+            measure(c, source, full_rows, target.scales, inverse),
+            write(c, source, full_rows, target.slab, inverse),
+        )
+
+    def quantize(self, role, target: Operand, kinds, loop):
+        """Quantizes a role's window into a slab; ``loop(strip)`` runs over the strips."""
+        c, source, inverse = self.c, self.source(role), self.scratch["inverse", role]
+        short = short_rows if c.tiles.block > SHORT else None
+        ways = [short, full_rows if c.max_base else None, masked_rows]
+        ways.append(tail_rows if c.max_base and c.tiles.tail else None)
+        for which, rows_of in zip(kinds, ways, strict=True):
+            if rows_of is None:
+                continue
+
+            @pl.when(which)
+            def _(rows_of=rows_of):
+                # Two loops: in one, the compiler would keep what it has read in registers.
+                if source.side.scaled:
+                    loop(measure(c, source, rows_of, target.scales, inverse))
+                loop(write(c, source, rows_of, target.slab, inverse))
+
+    # -- R
+
+    def stage_parts(self, lower, upper, fused):
+        """Quantizes the parts [lower, upper) of R's window into the stage.
+
+        Only the short block after a full one where the rest is quantized under the product.
+        """
+        share, last = self.c.share, self.c.tiles.tr // LANES - 1
+
+        def loop(strip):
+            def part(i):
+                for j in range(share):  # several at once, for the scheduler
+                    strip(jnp.minimum(i * _I32(share) + _I32(j), _I32(last)))
+
+            loop_from(lower, upper, part)
+
+        stage = Operand(self.scratch["stage"], self.scratch["stage_scale"])
+        self.quantize(True, stage, self.ways(self.r_kinds, self.next, fused, upper > lower), loop)
+
+    def ways(self, kinds, block: Block, fused, some=True):
+        """Which of the ways of `quantize` a window takes, given whether it is fused."""
+        apart = some & jnp.logical_not(fused)
+        return [*(which & apart for which in kinds), kinds[1] & (block.tail > _I32(0)) & some]
+
+    def take_stage(self):
+        slot = self.slot[self.v]
+        ring = self.operand(True, slot)
+        stage = Operand(self.scratch["stage"], self.scratch["stage_scale"])
+
+        def piece(i):
+            rows = pl.ds(pl.multiple_of(i * _I32(ALIGN), ALIGN), ALIGN)
+            ring.slab[rows, :] = stage.slab[rows, :]
+
+        loop_from(0, _I32(self.c.tiles.rows // ALIGN), piece)
+        if stage.scales is not None:
+            ring.scales[...] = stage.scales[...]
+
+    def part_range(self):
+        """The parts [lower, upper) of R that this visit quantizes."""
+        c = self.c
+        lower = _I32(0)
+        upper = jnp.where(self.task[self.v] == _I32(DIRECT), _I32(c.parts), _I32(0))
+        if c.n_s > 1:
+            part = ((self.code[self.v] >> _I32(TILE_SHIFT)) % _I32(c.n_s)) - _I32(1)
+            staging = (part >= _I32(0)) & (part < _I32(c.parts)) & (self.r_visit > self.v)
+            staging = staging & (self.new.count > _I32(0)) & (self.new.step == _I32(0))
+            lower = jnp.where(staging, part, lower)
+            upper = jnp.where(staging, part + _I32(1), upper)
+        return lower, upper
+
+    def product(self, lengths, with_acc):
+        """The task of multiplying the slabs of the visit before, see `_product`."""
+        c = self.c
+        slabs = {
+            False: self.operand(False, self.old & _I32(1)),
+            True: self.operand(True, self.slot[self.old]),
+        }
+        a, b = slabs[c.a.resident], slabs[c.b.resident]
+        if not with_acc:
+            return _product(c, a, b, self.out, lengths)
+        # A float32 output block is its own accumulator.
+        acc = self.out if self.scratch["acc"] is None else self.scratch["acc"]
+        return _product(c, a, b, self.out, lengths, acc, self.done.step == _I32(0))
+
+    def products(self):
+        """[(which products, lengths, whether the accumulator takes part)]"""
+        c, done = self.c, self.done
+        short, full, masked = kinds_of(c, done)
+        started = self.v > _I32(0)
+        long = started & (full | masked)
+        whole = [(0, c.tiles.block, 0)]
+        kinds, plain = [], long & done.single
+        if c.tiles.tail:
+            tail = done.tail > _I32(0)
+            kinds.append((plain & tail, [*whole, (c.tiles.block, TAIL, 1)], False))
+            plain = plain & jnp.logical_not(tail)
+        kinds.append((plain, whole, False))
+        if c.several:
+            kinds.append((long & jnp.logical_not(done.single), whole, True))
+        if c.tiles.block > SHORT:
+            kinds.append((started & short, [(0, SHORT, 0)], c.several))
+        return kinds
+
+    def run(self):
+        c, v, new, done = self.c, self.v, self.new, self.done
+        kinds = kinds_of(c, new)
+        pl.when(new.count > _I32(0))(lambda: self.shape_window(False))
+        changed = (v == _I32(0)) | (self.r_visit != self.hold_r[self.old])
+        pl.when(changed & (self.next.count > _I32(0)))(lambda: self.shape_window(True))
+
+        fused = self.can_fuse(kinds[1])
+        self.stage_parts(*self.part_range(), fused & (self.task[v] != _I32(DIRECT)))
+        pl.when(self.task[v] != _I32(NOTHING))(self.take_stage)
+
+        target = self.operand(False, v & _I32(1))
+        for which, lengths, with_acc in self.products():
+            product = self.product(lengths, with_acc)
+            if not with_acc and lengths[0][1] > SHORT and product[0] > 1 and c.max_base:
+                pl.when(which & fused)(
+                    lambda product=product: _run_under(product, *self.vector_tasks(target))
+                )
+                which = which & jnp.logical_not(fused)
+            pl.when(which)(lambda product=product: _run(*product))
+        empty = (v > _I32(0)) & (done.count <= _I32(0))
+        pl.when(empty)(lambda: self.out.__setitem__(..., jnp.zeros_like(self.out)))
+        strips = c.tiles.ts // LANES
+        ways = self.ways(kinds, new, fused)
+        self.quantize(False, target, ways, lambda strip: _run(strips, strip, TOGETHER))
+
+    def can_fuse(self, full):
+        """Whether the windows are quantized under the product: a group's only, full block."""
+        c, done = self.c, self.done
+        if (
+            not c.max_base
+            or (c.tiles.tp // chunk_width(c.tiles.tp, CHUNK))
+            * (c.tiles.tq // chunk_width(c.tiles.tq, CHUNK))
+            < 2
+        ):
+            return jnp.zeros_like(full)
+        long = done.count > _I32(SHORT - ALIGN if c.tiles.block > SHORT else 0)
+        fused = full & (self.v > _I32(0)) & done.single & long
+        return fused & self.r_kinds[1] if c.n_s > 1 else fused
+
+    def vector_tasks(self, target):
+        """(measures, writes), [(strips, body)] each: S's window, and a part of R's."""
+        c = self.c
+        measures, writes = [], []
+        tasks = [(False, target, c.tiles.ts // LANES, _I32(0))]
+        if c.n_s > 1:
+            stage = Operand(self.scratch["stage"], self.scratch["stage_scale"])
+            tasks.append((True, stage, c.share, self.part_range()[0] * _I32(c.share)))
+        for role, where, strips, first in tasks:
+            width = c.tiles.tr if role else c.tiles.ts
+            last = _I32(width // LANES - 1)
+            tasks_of = self.quantize_tasks(role, where)
+            at = lambda i, first=first, last=last: jnp.minimum(first + i, last)
+            if self.sides[role].scaled:
+                measures.append((strips, lambda i, f=tasks_of[0], at=at: f(at(i))))
+            writes.append((strips, lambda i, f=tasks_of[1], at=at: f(at(i))))
+        return measures, writes
+
+
+def kernel(c: Config, shifts, tables, operands, out, scratch):
+    _Visit(c, shifts, tables, operands, out, scratch).run()

@@ -1,0 +1,257 @@
+"""From windows to slabs, in the tgmm_quant kernel: rows of others removed, the rest quantized.
+
+A strip is 128 columns of a window. `measure` finds its scales, `write` quantizes it.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from fp8moe_prims.lowering import numerics
+from fp8moe_prims.lowering.tpu import dots
+from fp8moe_prims.lowering.tpu.tgmm_blocks import Block, Config, Side, loop_from
+from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, LANES, SHORT, TAIL
+
+_I32 = np.int32
+_PIECE = 256  # rows that are quantized at a time
+
+
+def column_of(row):
+    """[1, 128] -> [128, 128] with out[i, :] = row[0, i]."""
+    return jnp.transpose(jnp.broadcast_to(row, (LANES, LANES)))
+
+
+def _row_mask(low, high, itemsize: int):
+    """int32 [8 * itemsize, 128]: all ones in the bytes of the rows [low, high) of a 32-row tile."""
+    per = 4 // itemsize  # rows in a 32-bit word
+    word = lax.broadcasted_iota(jnp.int32, (ALIGN // per, LANES), 0) * _I32(per)
+    mask = jnp.zeros((ALIGN // per, LANES), jnp.int32)
+    for i in range(per):
+        bits = np.uint32((2 ** (8 * itemsize) - 1) << (8 * itemsize * i)).astype(np.int32)
+        row = word + _I32(i)
+        mask = mask | jnp.where((row >= low) & (row < high), bits, _I32(0))
+    return mask
+
+
+def clean(c: Config, window, block: Block, start=0):
+    """Shapes a full block's window [window, t] in place, see the module docstring.
+
+    ``start``: the window's first row in the ref, a multiple of 32.
+    """
+    size, fold = c.tiles.block, c.tiles.window - c.tiles.block
+    itemsize = np.dtype(window.dtype).itemsize
+    low, high = block.low, block.low + block.count
+    end = high + block.tail
+
+    def at(tile, column):
+        rows = pl.ds(pl.multiple_of(start + tile * _I32(ALIGN), ALIGN), ALIGN)
+        return rows, slice(column, column + LANES)
+
+    def get(tile, column):
+        return pltpu.bitcast(window[at(tile, column)], jnp.int32)
+
+    def put(tile, column, x):
+        window[at(tile, column)] = pltpu.bitcast(x, window.dtype)
+
+    columns = range(0, window.shape[-1], LANES)
+
+    def keep(tile, low, high):
+        mask = _row_mask(low - tile * _I32(ALIGN), high - tile * _I32(ALIGN), itemsize)
+        for column in columns:
+            put(tile, column, get(tile, column) & mask)
+
+    def folded(tile):
+        row = tile * _I32(ALIGN)
+        here = _row_mask(low - row, high - row, itemsize)
+        there = _row_mask(low - row - _I32(size), high - row - _I32(size), itemsize)
+        other = tile + _I32(size // ALIGN)
+        for column in columns:
+            x = get(tile, column) & here
+            put(tile, column, x | (get(other, column) & there))
+
+    tiles, folds = _I32(size // ALIGN), _I32(fold // ALIGN)
+    first = _I32(0)
+    if fold:
+        first = jnp.where(low >= _I32(ALIGN), folds, _I32(1))
+        loop_from(0, first, folded)
+        if c.tiles.tail:
+            upper = jnp.where(block.tail > _I32(0), tiles + folds, _I32(0))
+            loop_from(tiles, upper, lambda tile: keep(tile, high, end))
+    last_low = jnp.minimum((low >> _I32(5)) + _I32(1), tiles)
+    loop_from(first, last_low, lambda tile: keep(tile, low, high))
+    loop_from(jnp.maximum(first, high >> _I32(5)), tiles, lambda tile: keep(tile, low, high))
+
+
+def _absmax(c: Config, side: Side, load, rows):
+    """float32 [1, 128]: the largest magnitude of the rows, a list of (first, count)."""
+    narrow = c.chip.bf16_vector and not side.rowscale
+    tops = []
+    for row, count in rows:
+        x = load(row, count, narrow)
+        step = 16 if x.dtype == jnp.bfloat16 else 8
+        tops.append(_tree_max([jnp.abs(x[i : i + step]) for i in range(0, count, step)]))
+    return jnp.max(_tree_max(tops).astype(jnp.float32), axis=0, keepdims=True)
+
+
+def _tree_max(values):
+    while len(values) > 1:
+        half = len(values) // 2
+        pairs = [jnp.maximum(values[i], values[half + i]) for i in range(half)]
+        values = pairs + values[2 * half :]
+    return values[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the rows of a role come from, at one visit.
+
+    Attributes:
+      side: the operand.
+      window: ref [window, t].
+      rowscale: ref [lanes, 128], equal in all lanes, and its row for window row 0; or None.
+      block: the row block in the window.
+      shift: the first of the window's columns that belongs to the tile.
+    """
+
+    side: Side
+    window: object
+    rowscale: object
+    block: Block
+    shift: object
+
+
+def _loader(source: Source, column, mask=None):
+    """load(row, count, narrow) of a strip, see `_strip`; ``mask(row, count)`` says what to keep."""
+    side, window = source.side, source.window
+
+    def load(row, count, narrow):
+        if not isinstance(row, int):
+            row = pl.multiple_of(row, ALIGN)
+        x = window[pl.ds(row, count), pl.ds(column, LANES)]
+        if narrow and mask is None and x.dtype == jnp.bfloat16:
+            return x
+        x = x.astype(jnp.float32)
+        if side.rowscale:
+            ref, start = source.rowscale
+            at = start + (_I32(row) if isinstance(row, int) else row)
+            x = x * ref[pl.ds(pl.multiple_of(at, ALIGN), count), :]
+        return x if mask is None else jnp.where(mask(row, count), x, np.float32(0))
+
+    return load
+
+
+def _columns(source: Source, i):
+    """First column of strip i in the slab and in the window."""
+    column = pl.multiple_of(i * _I32(LANES), LANES)
+    width = source.window.shape[-1]
+    other = jnp.minimum(column + source.shift, _I32(width - LANES))
+    return column, pl.multiple_of(other, LANES)
+
+
+def full_rows(c: Config, source: Source, other):
+    """[(index of the scale, load, [(first row, rows)])] of a clean window's strip."""
+    size = c.tiles.block
+    pieces = [(r, min(_PIECE, size - r)) for r in range(0, size, _PIECE)]
+    return [(0, _loader(source, other), pieces)]
+
+
+def tail_rows(c: Config, source: Source, other):
+    """The same of the short block after a full one."""
+    return [(1, _loader(source, other), [(c.tiles.block, TAIL)])]
+
+
+def short_rows(c: Config, source: Source, other):
+    """The same of a short block, for 256 rows of the slab."""
+    block = source.block
+    offset = jnp.minimum(block.low >> _I32(5), _I32((c.tiles.window - SHORT) // ALIGN))
+    offset = offset * _I32(ALIGN)
+    low = block.low - offset
+
+    def mask(row, count):
+        index = lax.broadcasted_iota(jnp.int32, (count, LANES), 0) + (row - offset)
+        return (index >= low) & (index < low + block.count)
+
+    inner = _loader(source, other, mask)
+    load = lambda row, count, narrow: inner(offset + _I32(row), count, narrow)
+    return [(0, load, [(0, SHORT // 2), (SHORT // 2, SHORT // 2)])]
+
+
+def masked_rows(c: Config, source: Source, other):
+    """The same of a full block in a window that is not clean."""
+    block, size = source.block, c.tiles.block
+    fold, high = c.tiles.window - size, block.low + block.count
+    load = _loader(source, other)
+
+    def masked(row, count, low, high):
+        index = lax.broadcasted_iota(jnp.int32, (count, LANES), 0) + _I32(row)
+        keep = (index >= low) & (index < high)
+        return jnp.where(keep, load(row, count, False), np.float32(0))
+
+    def main(row, count, narrow):
+        x = masked(row, count, block.low, high)
+        return x + masked(row + size, count, block.low, high) if row < fold else x
+
+    tail = lambda row, count, narrow: masked(row, count, high, high + block.tail)
+    rows = [(0, fold)] if fold else []
+    rows += [(r, min(LANES, size - r)) for r in range(fold, size, LANES)]
+    return [(0, main, rows)] + ([(1, tail, [(size, TAIL)])] if c.tiles.tail else [])
+
+
+def measure(c: Config, source: Source, rows_of, scales, inverse):
+    """strip(i): the scales of strip i of a window, and their inverses for `write`.
+
+    Args:
+      rows_of: which rows there are, one of the functions above.
+      scales: ref [2, t, 128] for the operand a, [2, 1, t] for b.
+      inverse: ref [2, 1, t].
+    """
+    side = source.side
+
+    def strip(i):
+        column, other = _columns(source, i)
+        columns = pl.ds(column, LANES)
+        for part, load, rows in rows_of(c, source, other):
+            absmax = _absmax(c, side, load, rows)
+            value = numerics.block_scale(absmax, side.qdtype)
+            inverse[part, :, columns] = numerics.block_inverse(absmax, side.qdtype)
+            if side.is_a:
+                scales[part, columns, :] = column_of(value)
+            else:
+                scales[part, :, columns] = value
+
+    return strip
+
+
+def write(c: Config, source: Source, rows_of, slab, inverse):
+    """strip(i): quantizes strip i of a window into a slab [rows, t]."""
+    side = source.side
+    as_is = side.qdtype is None and not side.rowscale and source.window.dtype == side.slab
+
+    def strip(i):
+        column, other = _columns(source, i)
+        columns = pl.ds(column, LANES)
+        if as_is and rows_of in (full_rows, tail_rows):
+            for _, _, rows in rows_of(c, source, other):
+                for row, count in rows:
+                    at = pl.ds(row, count)
+                    slab[at, columns] = source.window[at, pl.ds(other, LANES)]
+            return
+        for part, load, rows in rows_of(c, source, other):
+            for row, count in rows:
+                x = load(row, count, False)
+                if side.scaled:
+                    x = x * inverse[part, :, columns]
+                elif side.qdtype is not None:
+                    fixed = numerics.fixed_scale(side.bound, side.qdtype)
+                    x = x * (np.float32(1.0) / fixed)
+                if side.scaled and side.qdtype != np.int8:
+                    x = dots.widen(dots.to_float8(x, side.qdtype), side.slab)
+                elif side.qdtype is not None:
+                    x = dots.widen(numerics.round_to(x, side.qdtype), side.slab)
+                slab[pl.ds(row, count), columns] = x.astype(side.slab)
+
+    return strip
