@@ -3,9 +3,9 @@
 Nothing runs on a TPU. Every row has two floors, counted: what the MXU takes at its peak rate for
 the valid rows, and what HBM takes for the bytes that a call must move. Against them stand
 
-- `compute`: modelled, by the compiler's simulator following a call of some of the groups; see
-  _tpu_sim.py for what is changed for it. Copies are left out.
-- `moved`: counted, the bytes that the pipeline's windows move in that call.
+- `compute`, with --simulate: modelled, by the compiler's simulator following a call of some of the
+  groups; see _tpu_sim.py for what is changed for it. Copies are left out, but for the first.
+- `moved`, with --simulate: counted, the bytes that the pipeline's windows move in that call.
 - `blocks`: counted, the loops of the compiled program that multiply: bundles (a cycle each) over
   the MXU's cycles for their products.
 """
@@ -79,11 +79,13 @@ def measure(options, say) -> list[dict]:
         if not re.search(options.only, name):
             continue
         say(name)
-        found = simulate(call, timeout=options.timeout, follow=not options.no_simulation)
+        found = simulate(call, timeout=options.timeout, follow=options.simulate)
         row = {"name": name, "groups": len(call.sizes), "rows": call.rows, **floors(call), **found}
         if "cycles" in found:
             row["compute"] = found["cycles"] - found["table_stores"]
             row["moved"] = found["hbm_bytes"] / HBM
+            if row["compute"] < row["mxu"]:
+                row["error"] = "not followed: fewer cycles than the MXU needs"
         rows.append(row)
     return rows
 
@@ -97,7 +99,7 @@ def table(rows, options) -> str:
     kilo = lambda x: f"{x / 1000:.0f}"
     for r in rows:
         line = f"{r['name']:<58}{kilo(r['mxu']):>11}{kilo(r['hbm']):>11}"
-        if "compute" in r:
+        if "compute" in r and "error" not in r:
             x = max(r["compute"], r["moved"]) / max(r["mxu"], r["hbm"])
             line += f"{kilo(r['compute']):>10}{kilo(r['moved']):>9}{x:>7.2f}"
         else:
@@ -108,9 +110,9 @@ def table(rows, options) -> str:
     lines += [
         "",
         f"Calls of {options.groups} groups (64 of one row). Floors: counted, for the valid rows.",
-        "compute: modelled, without copies. moved: counted, the bytes of the pipeline's windows at",
-        "HBM's rate. x: the larger of both over the larger floor. blocks: bundles / MXU cycles of",
-        "the loops that multiply. Nothing was run.",
+        "compute: modelled, without copies but the first. moved: counted, the bytes of the",
+        "pipeline's windows over HBM's rate. x: the larger of both over the larger floor. blocks:",
+        "bundles / MXU cycles of the loops that multiply. Nothing was run.",
     ]
     return "\n".join(lines)
 
@@ -119,7 +121,9 @@ def add_arguments(parser, positive) -> None:
     parser.add_argument("--groups", type=positive, default=4, help="groups that are followed")
     parser.add_argument("--only", default="", metavar="REGEX", help="rows whose name matches")
     parser.add_argument("--timeout", type=positive, default=300, help="seconds of one compile")
-    parser.add_argument("--no-simulation", action="store_true", help="count the blocks alone")
+    parser.add_argument(
+        "--simulate", action="store_true", help="let the compiler's simulator follow the call too"
+    )
 
 
 def run(options) -> list[dict]:

@@ -13,7 +13,7 @@ and prints the temporaries and collectives that the compiler reports. With `--ta
 the layer instead, over as many host devices, on buffers of each factor.
 
 `tpu` compiles the grouped matmul kernels for a v7x core and compares the cycles that the compiler
-counts and its simulator follows with the floors of the MXU and of HBM.
+counts with the floors of the MXU and of HBM.
 """
 
 import argparse
