@@ -32,7 +32,8 @@ from fp8moe_prims.lowering.tpu.gmm_kernel import (
     Table,
     kernel,
 )
-from fp8moe_prims.lowering.tpu.gmm_tiles import LANES, MAX_TABLE, Problem, choose
+from fp8moe_prims.lowering.tpu.gmm_tiles import MAX_TABLE, Problem, choose
+from fp8moe_prims.lowering.tpu.layout import LANES, flat_map
 from fp8moe_prims.lowering.tpu.visits import make_visits, max_visits
 
 _I = np.int32
@@ -83,12 +84,6 @@ def _shaped_scale(scale, form: str, k: int, n: int, transpose: bool):
     if transpose:
         scale = jnp.swapaxes(scale, -1, -2)
     return _stretch(scale, -1, n)
-
-
-def _batch_map(lead, full):
-    """int32 [B]: where batch index b lies in an operand with leading dims ``lead``."""
-    index = np.arange(math.prod(lead), dtype=np.int32).reshape(lead)
-    return np.broadcast_to(index, full).reshape(-1)
 
 
 def _leads(x):
@@ -170,7 +165,7 @@ class _Maps:
 def _maps(x, leads, full) -> _Maps:
     g = x.rhs.shape[-3]
     group = np.arange(g, dtype=np.int32)[None, :]
-    of = {name: _batch_map(lead, full) for name, lead in leads.items()}
+    of = {name: flat_map(lead, full) for name, lead in leads.items()}
     rhs_scale = np.zeros((math.prod(full), g), np.int32)
     if x.rhs_scale is not None:
         per = x.rhs_scale.shape[-3]

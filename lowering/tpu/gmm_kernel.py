@@ -35,14 +35,13 @@ from fp8moe_prims.lowering.tpu import dots
 from fp8moe_prims.lowering.tpu.chip import Chip
 from fp8moe_prims.lowering.tpu.dots import dot, dot_dtypes, widen
 from fp8moe_prims.lowering.tpu.gmm_tiles import (
-    LANES,
     PIECE_F32,
     ROWS,
     Problem,
     Tiles,
     acc_columns,
-    round_up,
 )
+from fp8moe_prims.lowering.tpu.layout import LANES, round_up, tree_max
 
 _I = np.int32
 
@@ -195,20 +194,11 @@ def _absmax(values):
     odd = parts.pop() if columns % width else None
     tops = []
     if parts:
-        top = _tree_max([jnp.abs(x) for x in parts]).astype(jnp.float32)
-        tops.append(_tree_max([top[:, c0:c1] for c0, c1 in _ranges(width, LANES)]))
+        top = tree_max([jnp.abs(x) for x in parts]).astype(jnp.float32)
+        tops.append(tree_max([top[:, c0:c1] for c0, c1 in _ranges(width, LANES)]))
     if odd is not None:
         tops.append(jnp.abs(odd.astype(jnp.float32)))
-    return _tree_max([jnp.max(x, axis=1, keepdims=True) for x in tops])
-
-
-def _tree_max(values):
-    while len(values) > 1:
-        half = len(values) // 2
-        values = [jnp.maximum(values[i], values[half + i]) for i in range(half)] + values[
-            2 * half :
-        ]
-    return values[0]
+    return tree_max([jnp.max(x, axis=1, keepdims=True) for x in tops])
 
 
 def _make_lhs(spec: Spec, kt, refs, rows, block: int, columns):

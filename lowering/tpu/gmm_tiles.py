@@ -13,10 +13,10 @@ import numpy as np
 
 from fp8moe_prims.lowering.tpu.chip import Chip
 from fp8moe_prims.lowering.tpu.dots import dot_dtypes
+from fp8moe_prims.lowering.tpu.layout import LANES, round_up
 from fp8moe_prims.lowering.tpu.visits import max_visits
 
 _MIB = 1 << 20
-LANES = 128
 MAX_TABLE = 160_000  # int32 values of tables that a call may put into SMEM (1 MiB)
 _AHEAD_COLUMNS = 2048  # columns whose products the quantization of a lhs is spread over
 SUB = 256  # rows of one run through the program, more than that is a loop
@@ -76,10 +76,6 @@ class Problem:
         if self.scale_form == "blocks":
             unit = math.lcm(unit, self.scale_block)
         return unit
-
-
-def round_up(x: int, to: int) -> int:
-    return -(-x // to) * to
 
 
 def _vmem_bytes(q: Problem, chip: Chip, tm: int, tn: int, tk: int, sub: int, step: int) -> int:

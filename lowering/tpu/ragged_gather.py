@@ -46,8 +46,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from fp8moe_prims.lowering.tpu import rows, sparse_core
 from fp8moe_prims.lowering.tpu.chip import Chip
-from fp8moe_prims.lowering.tpu.rows import LANES
-from fp8moe_prims.lowering.tpu.unpack import unpack_scale, unpack_tile
+from fp8moe_prims.lowering.tpu.layout import LANES, as_column, flat_map
+from fp8moe_prims.lowering.tpu.unpack import unpack_scale, unpack_tile, zero_tile
 
 _I32 = np.int32
 _UNROLL = 16  # copies started per step of their loop: scalar work bounds it
@@ -155,7 +155,7 @@ def ragged_gather(x, p, *, chip: Chip, interpret=False) -> list[jax.Array]:
         source, padded = rows.pack(
             w, table, scale, zero, zero + _I32(t), t * table.shape[0], chip, interpret
         )
-    base = rows.flat_map(tuple(x_lead), batch) * _I32(padded)
+    base = flat_map(tuple(x_lead), batch) * _I32(padded)
     index = jnp.where(index < _I32(0), index, index + jnp.asarray(base)[:, None])
     outs = move(
         w, p, kernel_dtype, batch, m, source, index, weights, start, end, expected, chip, interpret
@@ -270,19 +270,14 @@ def _call(w, p, dtype, batch, m, source, index, weights, start, end, expected, c
                     columns[name] = refs[len(columns)]
                     for part in range(lanes // LANES):
                         at = pl.ds(part * LANES, LANES)
-                        column = rows.column(row[0, :, at])
-                        columns[name][at, :] = column.astype(columns[name].dtype)
+                        values = as_column(row[0, :, at])
+                        columns[name][at, :] = values.astype(columns[name].dtype)
             unpack_tile(w, tile, dtype, own, base, out, **columns)
             if w.scaled:
                 unpack_scale(w, tile, own, base, out_scale, weight)
 
         if all_tiles:
-
-            @pl.when(jnp.logical_not(active))
-            def _zero():
-                out[...] = jnp.zeros_like(out)
-                if w.scaled:
-                    out_scale[...] = jnp.ones_like(out_scale)
+            pl.when(jnp.logical_not(active))(lambda: zero_tile(out, out_scale))
 
     outs = pl.pallas_call(
         body,

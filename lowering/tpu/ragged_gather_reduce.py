@@ -44,7 +44,7 @@ from jax.experimental.pallas import tpu as pltpu
 from fp8moe_prims.lowering import numerics
 from fp8moe_prims.lowering.tpu import rows
 from fp8moe_prims.lowering.tpu.chip import Chip
-from fp8moe_prims.lowering.tpu.rows import LANES
+from fp8moe_prims.lowering.tpu.layout import LANES, flat_map, round_up
 
 _I32 = np.int32
 
@@ -89,7 +89,7 @@ class _Config:
 
     @property
     def columns_height(self) -> int:
-        return rows.round_up(1 + self.top_k, 8)
+        return round_up(1 + self.top_k, 8)
 
 
 def _start_tile(c: _Config, table, source, buffer, slot, semaphore):
@@ -439,16 +439,16 @@ def over_tokens(x, weights, a, out_dtype, expected_rows, chip: Chip, interpret):
         source, padded = rows.pack(
             w, y, scale if row_scaled else None, low, high, named, chip, interpret
         )
-    base = rows.flat_map(tuple(y_lead), batch) * _I32(padded)
+    base = flat_map(tuple(y_lead), batch) * _I32(padded)
     tensor = jnp.zeros((1,), jnp.float32)
     scale_of = jnp.zeros((size,), jnp.int32)
     if scale is not None and not row_scaled:
         tensor = scale.reshape(-1).astype(jnp.float32)
-        scale_of = jnp.asarray(rows.flat_map(scale.shape[:-2], batch))
+        scale_of = jnp.asarray(flat_map(scale.shape[:-2], batch))
 
     a_map = None
     if dot:
-        a_map = jnp.asarray(rows.flat_map(a.shape[:-2], batch))
+        a_map = jnp.asarray(flat_map(a.shape[:-2], batch))
         a = a.astype(jnp.float32) if a.dtype == np.float16 else a
         a = a.reshape(-1, t, d)
     narrow = np.dtype(np.float32) if dot else np.dtype(out_dtype)

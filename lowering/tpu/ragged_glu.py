@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from fp8moe_prims.lowering import numerics
 from fp8moe_prims.lowering.tpu.chip import Chip
+from fp8moe_prims.lowering.tpu.layout import flat_map
 
 _I = np.int32
 
@@ -47,7 +48,7 @@ def ragged_glu(x, p, *, chip: Chip, interpret=False):
     table = jnp.stack([start, end, first, last])  # [4, size]
     whole = p.tail == "zero"
     steps = _I(tiles) if whole else jnp.max(last - first + _I(1))
-    maps = [np.asarray(_batch_map(v.shape[:-2], batch)) for v in xs]
+    maps = [np.asarray(flat_map(v.shape[:-2], batch)) for v in xs]
 
     def source(own, b, i, table, *maps):
         tile = i if whole else table[2, b] + i
@@ -96,11 +97,6 @@ def choose_rows(m, widths, dtypes, out_width, out_dtype, chip: Chip) -> int:
     row = sum(map(cost, widths, dtypes)) + cost(out_width, out_dtype) + 2 * 4 * 128
     fit = max(32, int(0.8 * chip.vmem_bytes) // row // 32 * 32)
     return m if m <= min(fit, 512) else min(fit, 512)
-
-
-def _batch_map(lead, batch):
-    own = np.arange(int(np.prod(lead)), dtype=np.int32).reshape(lead)
-    return np.broadcast_to(own, batch).reshape(-1)
 
 
 def _kernel(table, *refs, p, count, tm, whole):

@@ -33,9 +33,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from fp8moe_prims.lowering.tpu.chip import Chip
+from fp8moe_prims.lowering.tpu.layout import LANES
 
 RIGHT, LEFT = 1, -1
-LANES = 128
 
 FIRST_ID = 64  # collective ids below are left to a program's own kernels
 GATHER, SCATTER = 0, 1

@@ -27,7 +27,6 @@ the bytes of every word, 6 vector operations a register. Both directions use it.
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +36,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from fp8moe_prims.lowering.tpu.chip import Chip
+from fp8moe_prims.lowering.tpu.layout import LANES, as_column
 
-LANES = 128
 _I32 = np.int32
 ONE_BITS = _I32(0x3F800000)  # float32 1.0
 
@@ -130,15 +129,6 @@ def exchange(words):
     return [*_bytes(a, b), *_bytes(c, d)]
 
 
-def column(row):
-    """[1, 128] -> [128, 128] with out[i, :] = row[0, i]."""
-    return jnp.transpose(jnp.broadcast_to(row, (LANES, LANES)))
-
-
-def round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
-
-
 def tile_of(rows: int, bytes_per_row: int, chip: Chip, most: int, least: int = 32) -> int | None:
     """Rows of a tile: a power of two from ``least`` to ``most`` within two thirds of VMEM.
 
@@ -171,12 +161,6 @@ def tiles_of(start, end, tile: int):
     return first, count
 
 
-def flat_map(batch, full) -> np.ndarray:
-    """int32 [prod(full)]: which flat batch index of an operand serves each one of the output."""
-    index = np.arange(math.prod(batch), dtype=np.int32).reshape(batch)
-    return np.broadcast_to(index, full).reshape(-1)
-
-
 # ----------------------------------------------------------------------------------------- pack
 def _pack_kernel(w: Words, tile, first, count, x, *rest):
     """One tile of rows into words: see the module docstring."""
@@ -190,7 +174,7 @@ def _pack_kernel(w: Words, tile, first, count, x, *rest):
             scales = rest[2]
             for part in range(scales.shape[0] // LANES):
                 lanes = pl.ds(part * LANES, LANES)
-                scales[lanes, :] = column(scale[0][0, :, lanes])
+                scales[lanes, :] = as_column(scale[0][0, :, lanes])
 
         def group(g, carry):
             base = g * _I32(w.group)

@@ -48,8 +48,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from fp8moe_prims.lowering.tpu import rows
 from fp8moe_prims.lowering.tpu.chip import Chip
-from fp8moe_prims.lowering.tpu.rows import LANES
-from fp8moe_prims.lowering.tpu.unpack import unpack_scale, unpack_tile
+from fp8moe_prims.lowering.tpu.layout import LANES, as_column
+from fp8moe_prims.lowering.tpu.unpack import unpack_scale, unpack_tile, zero_tile
 
 _I32 = np.int32
 TILE = 128  # rows of a tile: an indirect stream takes at most 128 indices
@@ -263,21 +263,16 @@ def _unpack_kernel(w, dtype, weighted, all_tiles, first, count, begin, words, ke
     @pl.when(active)
     def _move():
         columns = dict(keep=refs[0])
-        refs[0][...] = -rows.column(keep[0, :, :]).astype(jnp.int32)
+        refs[0][...] = -as_column(keep[0, :, :]).astype(jnp.int32)
         if weighted and not w.scaled:
             columns["weight"] = refs[1]
-            refs[1][...] = rows.column(weight[0, :, :])
+            refs[1][...] = as_column(weight[0, :, :])
         unpack_tile(w, TILE, dtype, words, 0, out, **columns)
         if w.scaled:
             unpack_scale(w, TILE, words, 0, out_scale, weight, keep)
 
     if all_tiles:
-
-        @pl.when(jnp.logical_not(active))
-        def _zero():
-            out[...] = jnp.zeros_like(out)
-            if w.scaled:
-                out_scale[...] = jnp.ones_like(out_scale)
+        pl.when(jnp.logical_not(active))(lambda: zero_tile(out, out_scale))
 
 
 def _unpack(w, p, dtype, m, words, keep, weights, scalars, expected, chip, interpret):

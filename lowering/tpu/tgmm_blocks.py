@@ -7,7 +7,8 @@ import numpy as np
 from jax import lax
 
 from fp8moe_prims.lowering.tpu.chip import Chip
-from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, LANES, SHORT, TAIL, Tiles, round_up
+from fp8moe_prims.lowering.tpu.layout import LANES, round_up
+from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, SHORT, TAIL, Tiles
 
 _I32 = np.int32
 TILE_SHIFT = 18  # code = tile << TILE_SHIFT | row block

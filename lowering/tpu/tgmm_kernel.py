@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 
 from fp8moe_prims.lowering import numerics
 from fp8moe_prims.lowering.tpu import dots
+from fp8moe_prims.lowering.tpu.layout import LANES, as_column
 from fp8moe_prims.lowering.tpu.tgmm_blocks import (
     DIRECT,
     NOTHING,
@@ -42,11 +43,10 @@ from fp8moe_prims.lowering.tpu.tgmm_blocks import (
     loop_from,
     row_block,
 )
-from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, CHUNK, LANES, SHORT, TAIL, chunk_width
+from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, CHUNK, SHORT, TAIL, chunk_width
 from fp8moe_prims.lowering.tpu.tgmm_windows import (
     Source,
     clean,
-    column_of,
     full_rows,
     masked_rows,
     measure,
@@ -186,7 +186,7 @@ class _Visit:
         if source.side.rowscale:
             for i in range(columns.shape[0] // LANES):
                 part = pl.ds(i * LANES, LANES)
-                columns[part, :] = column_of(self.operands["rowscale"][:, part])
+                columns[part, :] = as_column(self.operands["rowscale"][:, part])
         block, c = source.block, self.c
         _, full, _ = kinds_of(c, block)
         ready = (block.count == _I32(c.tiles.block)) & (block.low == _I32(0))

@@ -33,6 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 from fp8moe_prims.lowering import numerics
 from fp8moe_prims.lowering.tpu import dots
 from fp8moe_prims.lowering.tpu.chip import Chip
+from fp8moe_prims.lowering.tpu.layout import LANES, flat_map, round_up
 from fp8moe_prims.lowering.tpu.tgmm_blocks import (
     DIRECT,
     NOTHING,
@@ -44,7 +45,7 @@ from fp8moe_prims.lowering.tpu.tgmm_blocks import (
     row_block,
 )
 from fp8moe_prims.lowering.tpu.tgmm_kernel import kernel
-from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, LANES, Tiles, choose_tiles, round_up
+from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, Tiles, choose_tiles
 
 _I32 = np.int32
 _MAX_VISITS = 32000  # of one call: its six int32 tables must fit SMEM, 1 MiB on a v7x
@@ -96,12 +97,6 @@ def make_tables(starts, ends, tiles: Tiles, n_s: int, n_r: int, limit: int):
 
 
 # ----------------------------------------------------------------------------------------- call
-def _flat_map(batch, full):
-    """int32 [prod(full)]: which flat batch index of an operand serves each one of the output."""
-    index = np.arange(math.prod(batch), dtype=np.int32).reshape(batch)
-    return np.broadcast_to(index, full).reshape(-1)
-
-
 def _scratch(c: Config):
     """name -> VMEM buffer, see tgmm_kernel.py."""
     tiles, shapes = c.tiles, {}
@@ -287,10 +282,10 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
     starts, ends = (
         jnp.broadcast_to(y, (*batch, g)).reshape(units).astype(np.int32) for y in (x.starts, x.ends)
     )
-    lhs_map, dout_map = _flat_map(lhs.shape[:-2], batch), _flat_map(dout.shape[:-2], batch)
+    lhs_map, dout_map = flat_map(lhs.shape[:-2], batch), flat_map(dout.shape[:-2], batch)
     scale, scale_map = None, np.zeros_like(lhs_map)
     if x.lhs_scale is not None:
-        scale_map = _flat_map(x.lhs_scale.shape[:-2], batch)
+        scale_map = flat_map(x.lhs_scale.shape[:-2], batch)
         scale = flat(x.lhs_scale).astype(jnp.float32)
         scale = jnp.broadcast_to(scale, (scale.shape[0], m, 1)).reshape(-1, 1, m)
     maps = [jnp.asarray(np.repeat(y, g)) for y in (lhs_map, dout_map, scale_map)]

@@ -6,8 +6,8 @@ import math
 import numpy as np
 
 from fp8moe_prims.lowering.tpu.chip import Chip
+from fp8moe_prims.lowering.tpu.layout import LANES, round_up
 
-LANES = 128
 ALIGN = 32  # rows of the widest packing (four float8 rows in each 32-bit word, eight sublanes)
 SHORT = 256  # slab rows of a short block
 TAIL = 128  # slab rows of a short block that goes with the one before it
@@ -49,10 +49,6 @@ class Tiles:
     @property
     def tq(self) -> int:
         return self.tr if self.resident_b else self.ts
-
-
-def round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
 
 
 def _widths(width: int, limit: int):

@@ -12,17 +12,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from fp8moe_prims.lowering import numerics
-from fp8moe_prims.lowering.tpu import dots
+from fp8moe_prims.lowering.tpu import dots, layout
+from fp8moe_prims.lowering.tpu.layout import LANES
 from fp8moe_prims.lowering.tpu.tgmm_blocks import Block, Config, Side, loop_from
-from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, LANES, SHORT, TAIL
+from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, SHORT, TAIL
 
 _I32 = np.int32
 _PIECE = 256  # rows that are quantized at a time
-
-
-def column_of(row):
-    """[1, 128] -> [128, 128] with out[i, :] = row[0, i]."""
-    return jnp.transpose(jnp.broadcast_to(row, (LANES, LANES)))
 
 
 def _row_mask(low, high, itemsize: int):
@@ -93,16 +89,8 @@ def _absmax(c: Config, side: Side, load, rows):
     for row, count in rows:
         x = load(row, count, narrow)
         step = 16 if x.dtype == jnp.bfloat16 else 8
-        tops.append(_tree_max([jnp.abs(x[i : i + step]) for i in range(0, count, step)]))
-    return jnp.max(_tree_max(tops).astype(jnp.float32), axis=0, keepdims=True)
-
-
-def _tree_max(values):
-    while len(values) > 1:
-        half = len(values) // 2
-        pairs = [jnp.maximum(values[i], values[half + i]) for i in range(half)]
-        values = pairs + values[2 * half :]
-    return values[0]
+        tops.append(layout.tree_max([jnp.abs(x[i : i + step]) for i in range(0, count, step)]))
+    return jnp.max(layout.tree_max(tops).astype(jnp.float32), axis=0, keepdims=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +207,7 @@ def measure(c: Config, source: Source, rows_of, scales, inverse):
             value = numerics.block_scale(absmax, side.qdtype)
             inverse[part, :, columns] = numerics.block_inverse(absmax, side.qdtype)
             if side.is_a:
-                scales[part, columns, :] = column_of(value)
+                scales[part, columns, :] = layout.as_column(value)
             else:
                 scales[part, :, columns] = value
 

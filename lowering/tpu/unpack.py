@@ -8,7 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from fp8moe_prims.lowering import numerics
 from fp8moe_prims.lowering.tpu import rows
-from fp8moe_prims.lowering.tpu.rows import LANES
+from fp8moe_prims.lowering.tpu.layout import LANES
 
 _I32 = np.int32
 
@@ -72,6 +72,13 @@ def unpack_tile(w, tile, dtype, buffer, slot, out, weight=None, shift=None, keep
         return carry
 
     lax.fori_loop(_I32(0), _I32(tile // w.group), group, _I32(0))
+
+
+def zero_tile(out, out_scale=None):
+    """A tile without any row of the range: zeros, of scale 1."""
+    out[...] = jnp.zeros_like(out)
+    if out_scale is not None:
+        out_scale[...] = jnp.ones_like(out_scale)
 
 
 def unpack_scale(w, tile, buffer, slot, out, weight=None, keep=None):
