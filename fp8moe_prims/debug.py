@@ -120,6 +120,7 @@ def check_groups(op, group_sizes, group_starts, group_offset, num_groups: int, m
 
 def check_indices(op, indices, start, end, rows: int) -> None:
     """Indices at the places [start, end) name one of so many rows, or -1 for none."""
+    indices = jnp.asarray(indices)
     at = jnp.arange(indices.shape[0], dtype=jnp.int32)
     used = (at >= start) & (at < end)
     bad = used & ((indices < -1) | (indices >= rows))

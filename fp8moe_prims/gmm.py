@@ -144,13 +144,7 @@ def gmm(
         preferred_element_type, *(a.dtype for a, s in ((x, x_scale), (w, w_scale)) if s is None)
     )
     if w_scale is None and recipe.weight_dtype is not None:
-        channels = (0, rhs_dims.index("n"))
-        q = quantize(
-            w,
-            recipe.weight_dtype,
-            channelwise_axes=channels,
-            calibration=recipe.weight_calibration,
-        )
+        q = quantize_weights(w, recipe, transpose_rhs)
         w, w_scale, w_carrier = q.qvalue, q.scale, q.carrier
     quantize_lhs = x_scale is None and recipe.act_dtype is not None
     operands = GmmOperands(x, w, starts, ends, x_scale, w_scale, x_carrier, w_carrier)
@@ -168,6 +162,21 @@ def gmm(
             expected_rows=check_rows("expected_rows", expected_rows),
             recipe=recipe,
         ),
+    )
+
+
+def quantize_weights(w, recipe: QuantRecipe, transpose_rhs: bool = False):
+    """Weights as `gmm` multiplies by them: one scale per group and output channel.
+
+    What is a QArray already, or not to be quantized, stays as it is.
+    """
+    if recipe.weight_dtype is None or hasattr(w, "qvalue"):
+        return w
+    return quantize(
+        w,
+        recipe.weight_dtype,
+        channelwise_axes=(0, 1 if transpose_rhs else 2),
+        calibration=recipe.weight_calibration,
     )
 
 

@@ -26,7 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8moe_prims.collectives import all_gather, reduce_scatter
-from fp8moe_prims.gmm import gmm
+from fp8moe_prims.gmm import gmm, quantize_weights
 from fp8moe_prims.qarray import WIDE_DTYPES, QArray, operand, quantize
 from fp8moe_prims.ragged_gather import ragged_gather
 from fp8moe_prims.ragged_gather_reduce import ragged_gather_reduce
@@ -139,8 +139,8 @@ def moe_ffn(x, router_logits, w_gate, w_up, w_down, *, config: MoEConfig):
     """
     shards = _axis_size(config.ep_axis)
     _check(x, router_logits, w_gate, w_up, w_down, config, shards)
-    w_in = _side_by_side(*(_quantized(w, config.recipe) for w in (w_gate, w_up)))
-    w_down = _quantized(w_down, config.recipe)
+    w_in = _side_by_side(*(quantize_weights(w, config.recipe) for w in (w_gate, w_up)))
+    w_down = quantize_weights(w_down, config.recipe)
     parts = config.num_token_chunks
     outs, counts, dropped, needed = [], 0, 0, jnp.float32(0)
     for i in range(parts):
@@ -267,18 +267,6 @@ def buffer_rows(total: int, balanced: int, worst: int, factor: float) -> int:
     """Rows of the buffer: factor * balanced, at most the worst case; <= 0 means the worst case."""
     worst = min(worst, total)
     return worst if factor <= 0 else max(1, min(worst, math.ceil(factor * balanced)))
-
-
-def _quantized(w, recipe: QuantRecipe):
-    """Weights as every chunk of tokens uses them, by the rule of `gmm`."""
-    if recipe.weight_dtype is None or hasattr(w, "qvalue"):
-        return w
-    return quantize(
-        w,
-        recipe.weight_dtype,
-        channelwise_axes=(0, 2),
-        calibration=recipe.weight_calibration,
-    )
 
 
 def _side_by_side(gate, up):

@@ -122,7 +122,7 @@ def ragged_gather(
     else:
         values, scale, carrier = operand("x", x, ("t", "d"))
     t, d = values.shape
-    given, indices = jnp.asarray(indices), check_indices("indices", indices, 1)
+    given, indices = indices, check_indices("indices", indices, 1)
     m = indices.shape[0]
     weights = check_weights("weights", weights, (m,))
     if scale is not None:

@@ -4,15 +4,15 @@ from fp8moe_prims.compat.maxtext import gmm      # instead of: from maxtext.kern
 """
 
 import contextlib
+import functools
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 
-from fp8moe_prims._primitive import use_lowering
+from fp8moe_prims._primitive import use_lowering, vary_over
 from fp8moe_prims.compat.qwix import recipe_of_rule
 from fp8moe_prims.gmm import gmm as _gmm
-from fp8moe_prims.qarray import QArray, quantize
+from fp8moe_prims.gmm import quantize_weights
+from fp8moe_prims.qarray import QArray
 from fp8moe_prims.recipe import QuantRecipe
 from fp8moe_prims.ring_all_gather import ring_all_gather
 
@@ -86,7 +86,8 @@ def gmm(
     if use_manual_quantization:
         raise NotImplementedError("use_manual_quantization: pass rhs as a QArray instead")
     recipe = _recipe(use_qwix_quantization, qwix_rule, lhs_quantize_dtype, rhs_quantize_dtype)
-    rhs = _vary(rhs, rhs_vma_axes)
+    if not hasattr(rhs, "qvalue"):
+        rhs = functools.reduce(vary_over, rhs_vma_axes, rhs)
     if weight_gather_axes:
         rhs = _gather_weights(rhs, recipe, weight_gather_axes, transpose_rhs)
     lowering = use_lowering("interpret") if interpret else contextlib.nullcontext()
@@ -100,7 +101,7 @@ def gmm(
             recipe=recipe,
             preferred_element_type=preferred_element_type,
         )
-    return _vary(out, lhs_vma_axes)
+    return functools.reduce(vary_over, lhs_vma_axes, out)
 
 
 def _recipe(use_qwix, rule, lhs_dtype, rhs_dtype) -> QuantRecipe:
@@ -123,14 +124,8 @@ def _recipe(use_qwix, rule, lhs_dtype, rhs_dtype) -> QuantRecipe:
 
 def _gather_weights(rhs, recipe: QuantRecipe, axes, transpose_rhs: bool):
     """rhs, quantized before it travels where the recipe quantizes it."""
-    n_axis, k_axis = (1, 2) if transpose_rhs else (2, 1)
-    if recipe.weight_dtype is not None and not hasattr(rhs, "qvalue"):
-        rhs = quantize(
-            rhs,
-            recipe.weight_dtype,
-            channelwise_axes=(0, n_axis),
-            calibration=recipe.weight_calibration,
-        )
+    k_axis = 2 if transpose_rhs else 1
+    rhs = quantize_weights(rhs, recipe, transpose_rhs)
     for name, axis in axes:
         if isinstance(rhs, QArray) and axis != k_axis and rhs.scale.shape[axis] == 1:
             # Along k the scales of the shards become blocks; along the others gmm takes all or one.
@@ -139,11 +134,3 @@ def _gather_weights(rhs, recipe: QuantRecipe, axes, transpose_rhs: bool):
             rhs = QArray(rhs.qvalue, jnp.broadcast_to(rhs.scale, shape), rhs.carrier)
         rhs = ring_all_gather(rhs, name, axis=axis, tiled=True)
     return rhs
-
-
-def _vary(x, axes):
-    """x, varying over these mesh axes too."""
-    if not axes or hasattr(x, "qvalue"):
-        return x
-    missing = tuple(a for a in axes if a not in jax.typeof(x).mat.varying)
-    return lax.pcast(x, missing, to="varying") if missing else x

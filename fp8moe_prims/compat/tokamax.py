@@ -7,13 +7,14 @@ Arrays are multiplied as they are; a QArray (ours or Qwix's) keeps its scales, w
 kernel. Rows of no group are zero. To quantize inside the kernel call `fp8moe_prims.gmm`.
 """
 
+import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8moe_prims._primitive import vary_over
 from fp8moe_prims.gmm import gmm
 from fp8moe_prims.ragged_glu import ragged_glu
 from fp8moe_prims.tgmm_quant import tgmm_quant
@@ -211,5 +212,4 @@ def _vary(x, manual_axis_type):
         raise NotImplementedError(
             "manual_axis_type: unreduced results are not supported; psum them"
         )
-    missing = tuple(sorted(manual_axis_type.varying - jax.typeof(x).mat.varying))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    return functools.reduce(vary_over, sorted(manual_axis_type.varying), x)
