@@ -12,7 +12,6 @@ the valid rows, and what HBM takes for the bytes that a call must move. Against 
 
 import dataclasses
 import re
-import sys
 
 from tools._tpu_sim import Call, simulate
 
@@ -124,9 +123,3 @@ def add_arguments(parser, positive) -> None:
     parser.add_argument(
         "--simulate", action="store_true", help="let the compiler's simulator follow the call too"
     )
-
-
-def run(options) -> list[dict]:
-    rows = measure(options, lambda text: print(text, file=sys.stderr, flush=True))
-    print(table(rows, options))
-    return rows

@@ -59,8 +59,7 @@ def run_cpu(options) -> None:
         import jax
 
         head = {"benchmark": "cpu", "sweep": options.sweep, "repetitions": options.repetitions}
-        with open(options.json, "w") as f:
-            json.dump(head | {"jax": jax.__version__, "table": rows}, f, indent=2)
+        _write_json(options, head | {"jax": jax.__version__, "table": rows})
     if options.png:
         _bench_cpu.write_png(rows, options, options.png)
 
@@ -92,7 +91,8 @@ def _add_cpu(commands) -> None:
     ):
         cpu.add_argument(f"--{name}", type=_positive, help=f"{text}; by default the sweep's")
     cpu.add_argument("--repetitions", type=_positive, default=3, help="of everything, in turn")
-    _add_outputs(cpu)
+    _add_json(cpu)
+    cpu.add_argument("--png", metavar="FILE", help="write a picture there (extra: plots)")
 
 
 def run_layer(options) -> None:
@@ -102,11 +102,9 @@ def run_layer(options) -> None:
     else:
         _tpu.set_environment()
     measure = _bench_layer.time_on_cpu if on_cpu else _bench_layer.compile_for_tpu
-    rows = measure(options, lambda text: print(text, file=sys.stderr, flush=True))
+    rows = measure(options, _say)
     print((_bench_layer.cpu_table if on_cpu else _bench_layer.tpu_table)(rows, options))
-    if options.json:
-        with open(options.json, "w") as f:
-            json.dump({"benchmark": "layer", "target": options.target, "table": rows}, f, indent=2)
+    _write_json(options, {"benchmark": "layer", "target": options.target, "table": rows})
 
 
 def _add_layer(commands) -> None:
@@ -119,15 +117,14 @@ def _add_layer(commands) -> None:
     )
     layer.set_defaults(run=run_layer)
     _bench_layer.add_arguments(layer, _positive)
-    layer.add_argument("--json", metavar="FILE", help="write all figures there")
+    _add_json(layer)
 
 
 def run_tpu(options) -> None:
     _tpu.set_environment()
-    rows = _bench_tpu.run(options)
-    if options.json:
-        with open(options.json, "w") as f:
-            json.dump({"benchmark": "tpu", "table": rows}, f, indent=2)
+    rows = _bench_tpu.measure(options, _say)
+    print(_bench_tpu.table(rows, options))
+    _write_json(options, {"benchmark": "tpu", "table": rows})
 
 
 def _add_tpu(commands) -> None:
@@ -140,13 +137,21 @@ def _add_tpu(commands) -> None:
     )
     tpu.set_defaults(run=run_tpu)
     _bench_tpu.add_arguments(tpu, _positive)
-    tpu.add_argument("--json", metavar="FILE", help="write all figures there")
+    _add_json(tpu)
 
 
-def _add_outputs(parser) -> None:
-    """Options that every subcommand has."""
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _add_json(parser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    parser.add_argument("--png", metavar="FILE", help="write a picture there (extra: plots)")
+
+
+def _write_json(options, content: dict) -> None:
+    if options.json:
+        with open(options.json, "w") as f:
+            json.dump(content, f, indent=2)
 
 
 def _positive(text: str) -> int:
