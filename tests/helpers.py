@@ -9,6 +9,9 @@ from absl.testing import parameterized
 
 import fp8moe_prims as fp8
 
+# A small topology of each chip, to compile for.
+TOPOLOGIES = {"v7x": "tpu7x:2x2x1", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2"}
+
 
 def named(cases):
     """named_parameters over rows of the table."""

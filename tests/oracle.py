@@ -126,3 +126,18 @@ def tgmm(lhs, dout, groups, *, lhs_dtype, dout_dtype, block_m, lhs_scale=None, d
                 left = round_channels(lhs[a:b], lhs_dtype)
                 out[e] += left.T @ round_channels(right, dout_dtype, dout_bound)
     return out
+
+
+def gathered(x, indices, start, end, weights=None, scale=None):
+    """ragged_gather as a loop: (out, scale)."""
+    t, m = len(x), len(indices)
+    out, scales = np.zeros((m, x.shape[1]), x.dtype), np.ones((m, 1), np.float32)
+    for i in range(start, end):
+        if not 0 <= indices[i] < t:
+            continue
+        out[i] = x[indices[i]]
+        if scale is not None:
+            scales[i] = scale[indices[i]] * (1 if weights is None else weights[i])
+        elif weights is not None:
+            out[i] = (x[indices[i]].astype(np.float32) * weights[i]).astype(x.dtype)
+    return out, scales

@@ -224,3 +224,27 @@ def as_jax(case):
     else:
         x = jnp.asarray(x)
     return x, None if w is None else jnp.asarray(w)
+
+
+def random_bits(rng, shape, dtype):
+    """Arrays of any bit pattern: NaNs with payloads, infinities, subnormals."""
+    size = (*shape[:-1], shape[-1] * dtype.itemsize)
+    return rng.randint(0, 256, size).astype(np.uint8).view(dtype)
+
+
+def small(rng, shape, dtype):
+    """Numbers whose products and sums are exact in float32, in every type."""
+    return rng.randint(-8, 9, shape).astype(np.float32).astype(dtype)
+
+
+def gather_inputs(dtype, t: int, m: int, d: int, weighted: bool, scaled: bool):
+    """(x [t, d], indices [m] of which some name no row, weights or None, row scale or None)."""
+    rng = np.random.RandomState(0)
+    x = small(rng, (t, d), dtype)
+    if not weighted or scaled:
+        x = random_bits(rng, (t, d), dtype)
+    indices = rng.randint(-2, t + 2, m).astype(np.int32)
+    indices[m // 2] = 2**31 - 1
+    weights = rng.randint(-9, 9, m).astype(np.float32) / 4 if weighted else None
+    scale = np.exp2(rng.permutation(t) - t // 2).astype(np.float32)[:, None] if scaled else None
+    return x, indices, weights, scale

@@ -15,8 +15,8 @@ from jax.experimental import topologies
 
 import fp8moe_prims as fp8
 from tests import cases, helpers
+from tests.helpers import TOPOLOGIES
 
-TOPOLOGIES = {"v7x": "tpu7x:2x2x1", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2"}
 SHAPES = (
     (4096, 7168, 2048, 8),
     (4096, 2048, 7168, 8),

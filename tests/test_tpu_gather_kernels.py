@@ -14,6 +14,7 @@ from fp8moe_prims.lowering.tpu import ragged_gather_reduce as gather_reduce
 from fp8moe_prims.lowering.tpu import rows
 from fp8moe_prims.lowering.tpu.chip import CHIPS, SAFE
 from fp8moe_prims.ragged_gather import RowsParams
+from tests import helpers, oracle, row_cases
 
 _F32 = np.dtype(np.float32)
 _BF16 = np.dtype(jnp.bfloat16)
@@ -40,31 +41,6 @@ def _runner(op, out_dtype, tail="zero", chip="v7x", expected_rows=None):
     return lambda **operands: jax.tree.map(np.asarray, run(operands))
 
 
-def _bits(x):
-    return x.view(f"u{x.dtype.itemsize}")
-
-
-def _random_bits(rng, shape, dtype):
-    """Arrays of any bit pattern: NaNs with payloads, infinities, subnormals."""
-    size = (*shape[:-1], shape[-1] * dtype.itemsize)
-    return rng.randint(0, 256, size).astype(np.uint8).view(dtype)
-
-
-def _gathered(x, indices, start, end, weights=None, scale=None):
-    """ragged_gather as a loop: (out, scale)."""
-    t, m = len(x), len(indices)
-    out, scales = np.zeros((m, x.shape[1]), x.dtype), np.ones((m, 1), np.float32)
-    for i in range(start, end):
-        if not 0 <= indices[i] < t:
-            continue
-        out[i] = x[indices[i]]
-        if scale is not None:
-            scales[i] = scale[indices[i]] * (1 if weights is None else weights[i])
-        elif weights is not None:
-            out[i] = (x[indices[i]].astype(np.float32) * weights[i]).astype(x.dtype)
-    return out, scales
-
-
 def _reduced(y, indices, start, end, weights=None, scale=None, a=None):
     """ragged_gather_reduce, or ragged_gather_dot with a, as a loop in float32."""
     t, top_k = indices.shape
@@ -83,11 +59,6 @@ def _reduced(y, indices, start, end, weights=None, scale=None, a=None):
     return out if a is None else dots
 
 
-def _small(rng, shape, dtype):
-    """Numbers whose products and sums are exact in float32, in every type."""
-    return rng.randint(-8, 9, shape).astype(np.float32).astype(dtype)
-
-
 class RaggedGatherTest(parameterized.TestCase):
     @parameterized.named_parameters(
         # name, dtype, t, m, d, weights, scale, chip, expected rows
@@ -99,14 +70,7 @@ class RaggedGatherTest(parameterized.TestCase):
     )
     def test_moves(self, dtype, t, m, d, weighted, scaled, chip, expected):
         """Bits and zero rows, over ranges: whole, partial, reversed."""
-        rng = np.random.RandomState(0)
-        x = _small(rng, (t, d), dtype)
-        if not weighted or scaled:
-            x = _random_bits(rng, (t, d), dtype)
-        indices = rng.randint(-2, t + 2, m).astype(np.int32)
-        indices[m // 2] = 2**31 - 1
-        weights = rng.randint(-9, 9, m).astype(np.float32) / 4 if weighted else None
-        scale = np.exp2(rng.permutation(t) - t // 2).astype(np.float32)[:, None] if scaled else None
+        x, indices, weights, scale = row_cases.gather_inputs(dtype, t, m, d, weighted, scaled)
         run = _runner("gather", dtype, chip=chip, expected_rows=expected)
         for start, end in ((0, m), (3, m - 5), (m, 0)):
             got = run(
@@ -117,8 +81,8 @@ class RaggedGatherTest(parameterized.TestCase):
                 weights=weights,
                 x_scale=scale,
             )
-            want, want_scale = _gathered(x, indices, start, end, weights, scale)
-            np.testing.assert_array_equal(_bits(got[0]), _bits(want))
+            want, want_scale = oracle.gathered(x, indices, start, end, weights, scale)
+            helpers.assert_same_bits(got[0], want)
             self.assertLen(got, 2 if scaled else 1)
             if scaled:
                 np.testing.assert_array_equal(got[1], want_scale)
@@ -127,7 +91,7 @@ class RaggedGatherTest(parameterized.TestCase):
         """Batches of some operands; the rows of the range, whatever the others hold."""
         rng = np.random.RandomState(1)
         t, m, d = 24, 41, 96
-        x = _random_bits(rng, (1, 3, t, d), _E4M3)
+        x = row_cases.random_bits(rng, (1, 3, t, d), _E4M3)
         scale = np.exp2(rng.randint(-9, 9, (1, 3, t, 1))).astype(np.float32)
         indices = rng.randint(-1, t + 1, (2, 1, m)).astype(np.int32)
         start, end = np.array([[3], [33]], np.int32), np.array([[34], [34]], np.int32)
@@ -138,11 +102,11 @@ class RaggedGatherTest(parameterized.TestCase):
         self.assertEqual((out.shape, out_scale.shape), ((2, 3, m, d), (2, 3, m, 1)))
         for i, j in np.ndindex(2, 3):
             first, last = start[i, 0], end[i, 0]
-            want, want_scale = _gathered(
+            want, want_scale = oracle.gathered(
                 x[0, j], indices[i, 0], first, last, weights[0, 0], scale[0, j]
             )
             valid = slice(first, last)
-            np.testing.assert_array_equal(_bits(out[i, j, valid]), _bits(want[valid]))
+            helpers.assert_same_bits(out[i, j, valid], want[valid])
             np.testing.assert_array_equal(out_scale[i, j, valid], want_scale[valid])
 
     def test_nothing(self):
@@ -169,7 +133,7 @@ class RaggedGatherReduceTest(parameterized.TestCase):
         """NaN outside the range; indices of any value; ranges whole, partial, reversed."""
         rng = np.random.RandomState(2)
         t = 33
-        y = _small(rng, (m, d), dtype)
+        y = row_cases.small(rng, (m, d), dtype)
         if dtype == _F32 and not weighted:  # sums that depend on their order
             y = rng.randn(m, d).astype(np.float32)
         indices = rng.randint(-2, m + 2, (t, top_k)).astype(np.int32)
@@ -178,7 +142,7 @@ class RaggedGatherReduceTest(parameterized.TestCase):
         scale = None
         if scaled:
             scale = np.exp2(rng.permutation(m) % 9 - 4).astype(np.float32)[:, None]
-        a = _small(rng, (t, d), _BF16) if op == "dot" else None
+        a = row_cases.small(rng, (t, d), _BF16) if op == "dot" else None
         run = _runner(op, out_dtype, chip=chip)
         for start, end in ((0, m), (3, m - 5), (m, 0)):
             stale = y.copy()
@@ -201,7 +165,7 @@ class RaggedGatherReduceTest(parameterized.TestCase):
         """Batches of some operands, a scale of the whole y, and no weights that count for NaN."""
         rng = np.random.RandomState(3)
         m, t, d, top_k = 40, 9, 128, 2
-        y = _small(rng, (1, 3, m, d), _BF16)
+        y = row_cases.small(rng, (1, 3, m, d), _BF16)
         y[:, :, m - 1] = np.inf
         indices = rng.randint(-2, m - 1, (2, 1, t, top_k)).astype(np.int32)
         start, end = np.array([[3], [0]], np.int32), np.array([[30], [m]], np.int32)

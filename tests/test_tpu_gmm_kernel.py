@@ -17,12 +17,11 @@ from fp8moe_prims.lowering.tpu.chip import CHIPS, SAFE, chip_of
 from fp8moe_prims.lowering.tpu.gmm_tiles import choose_tiles
 from fp8moe_prims.lowering.tpu.visits import make_visits, max_visits
 from tests import oracle
-from tests.helpers import assert_close, assert_same_bits
+from tests.helpers import TOPOLOGIES, assert_close, assert_same_bits
 
 _CHIPS = CHIPS | {"safe": SAFE}
 # So little VMEM that the contraction is cut into k tiles.
 _TINY = dataclasses.replace(SAFE, name="tiny", vmem_bytes=4 << 20)
-_TOPOLOGIES = {"v7x": "tpu7x:2x2x1", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2"}
 
 
 def _params(**changes):
@@ -336,10 +335,10 @@ class TilesTest(parameterized.TestCase):
 class CompileTest(parameterized.TestCase):
     """The real compiler takes the kernel; the interpreter accepts more than it does."""
 
-    @parameterized.product(chip=sorted(_TOPOLOGIES), form=("forward", "dlhs", "fp8", "float32"))
+    @parameterized.product(chip=sorted(TOPOLOGIES), form=("forward", "dlhs", "fp8", "float32"))
     def test_compiles(self, chip, form):
         m, k, n, g = 200, 257, 160, 3
-        topology = topologies.get_topology_desc(_TOPOLOGIES[chip], platform="tpu")
+        topology = topologies.get_topology_desc(TOPOLOGIES[chip], platform="tpu")
         mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("x",))
         place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 

@@ -20,9 +20,9 @@ from fp8moe_prims.lowering.tpu import ragged_gather as gather
 from fp8moe_prims.lowering.tpu import rows, sparse_core
 from fp8moe_prims.lowering.tpu.chip import CHIPS
 from fp8moe_prims.ragged_gather import RaggedGatherOperands, RowsParams
-from tests import helpers
+from tests import helpers, oracle, row_cases
+from tests.helpers import TOPOLOGIES
 
-_TOPOLOGIES = {"v7x": "tpu7x:2x2x1", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2"}
 _KERNEL = "fp8moe_sparse_core_gather"
 _F32 = np.dtype(np.float32)
 _F16 = np.dtype(np.float16)
@@ -32,7 +32,7 @@ _E4M3 = np.dtype(jnp.float8_e4m3fn)
 
 def _struct(chip):
     """(shape, dtype) -> an argument on one chip."""
-    devices = topologies.get_topology_desc(_TOPOLOGIES[chip], platform="tpu").devices[:1]
+    devices = topologies.get_topology_desc(TOPOLOGIES[chip], platform="tpu").devices[:1]
     place = jax.NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), jax.P())
     return lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
@@ -211,15 +211,7 @@ class ValueTest(parameterized.TestCase):
     )
     def test_moves(self, chip, dtype, t, m, d, weighted, scaled):
         """Bit for bit x[indices], zero rows, and the ranges: whole, partial, reversed."""
-        rng = np.random.RandomState(0)
-        if weighted and not scaled:
-            x = rng.randint(-8, 9, (t, d)).astype(np.float32).astype(dtype)
-        else:
-            x = rng.randint(0, 256, (t, d * dtype.itemsize)).astype(np.uint8).view(dtype)
-        indices = rng.randint(-2, t + 2, m).astype(np.int32)
-        indices[m // 2] = 2**31 - 1
-        weights = rng.randint(1, 9, m).astype(np.float32) / 4 if weighted else None
-        scale = np.exp2(rng.permutation(t) - t // 2).astype(np.float32)[:, None] if scaled else None
+        x, indices, weights, scale = row_cases.gather_inputs(dtype, t, m, d, weighted, scaled)
         run = _runner(chip, RowsParams(dtype, sparse_core=True))
         for start, end in ((0, m), (3, 128), (m, 0)):
             got = run(
@@ -230,18 +222,10 @@ class ValueTest(parameterized.TestCase):
                 weights=weights,
                 x_scale=scale,
             )
-            there = (indices >= 0) & (indices < t)
-            there &= (np.arange(m) >= start) & (np.arange(m) < end)
-            source = np.where(there, indices, 0)
-            want = x[source]
-            if weighted and not scaled:
-                want = (want.astype(np.float32) * weights[:, None]).astype(dtype)
-            want[~there] = 0
+            want, want_scale = oracle.gathered(x, indices, start, end, weights, scale)
             helpers.assert_same_bits(got[0], want)
             if scaled:
-                factor = weights if weighted else np.ones(m, np.float32)
-                want = np.where(there, scale[source, 0] * factor, np.float32(1))[:, None]
-                np.testing.assert_array_equal(got[1], want)
+                np.testing.assert_array_equal(got[1], want_scale)
 
     def test_batch(self):
         """Batches of some operands, with ranges of different tiles, one of them empty."""
