@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from fp8moe_prims.lowering.tpu import tgmm_quant as kernel
 from fp8moe_prims.lowering.tpu.chip import CHIPS, SAFE
+from fp8moe_prims.lowering.tpu.tgmm_tiles import Problem, choose_tiles
 
 _TYPES = {
     "e4m3": (ml_dtypes.float8_e4m3fn, 448.0),
@@ -222,9 +223,10 @@ class TgmmKernelTest(parameterized.TestCase):
         widths = (1, 43, 200, 2048, 2880, 7168, 14336)
         for chip, p, q in itertools.product(_CHIPS.values(), widths, widths):
             for item, slab in ((1, 1), (2, 2), (4, 4)):
-                tiles = kernel.choose_tiles(
-                    65536, p, q, 8, 1024, item, item, slab, np.float32, 65536, (True, True), chip
+                problem = Problem(
+                    65536, p, q, 8, 1024, item, item, slab, np.float32, 65536, (True, True)
                 )
+                tiles = choose_tiles(problem, chip)
                 self.assertIsNotNone(tiles)
                 self.assertLess(tiles.vmem, chip.vmem_bytes)
                 self.assertEqual((tiles.tp % 128, tiles.tq % 128, tiles.block % 32), (0, 0, 0))

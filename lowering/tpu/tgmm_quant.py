@@ -45,7 +45,7 @@ from fp8moe_prims.lowering.tpu.tgmm_blocks import (
     row_block,
 )
 from fp8moe_prims.lowering.tpu.tgmm_kernel import kernel
-from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, Tiles, choose_tiles
+from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, Problem, Tiles, choose_tiles
 
 _I32 = np.int32
 _MAX_VISITS = 32000  # of one call: its six int32 tables must fit SMEM, 1 MiB on a v7x
@@ -305,20 +305,20 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
     arrays = (dout, lhs) if p.transpose_out else (lhs, dout)
     scales = tuple(s["qdtype"] is not None and s["bound"] is None for s in sides)
     rows = m * math.prod(batch) if p.expected_rows is None else int(p.expected_rows)
-    tiles = choose_tiles(
-        m,
-        arrays[0].shape[-1],
-        arrays[1].shape[-1],
-        units,
-        p.block_m if any(scales) else None,
-        arrays[0].dtype.itemsize,
-        arrays[1].dtype.itemsize,
-        np.dtype(slabs[0]).itemsize,
-        out_dtype,
-        rows,
-        scales,
-        chip,
+    problem = Problem(
+        m=m,
+        p=arrays[0].shape[-1],
+        q=arrays[1].shape[-1],
+        groups=units,
+        block_m=p.block_m if any(scales) else None,
+        a_bytes=arrays[0].dtype.itemsize,
+        b_bytes=arrays[1].dtype.itemsize,
+        slab_bytes=np.dtype(slabs[0]).itemsize,
+        out_dtype=out_dtype,
+        rows=rows,
+        scales=scales,
     )
+    tiles = choose_tiles(problem, chip)
     if tiles is None:
         raise NotImplementedError(
             f"tgmm_quant: block_m={p.block_m} with k={k}, n={n} does not fit the VMEM of "

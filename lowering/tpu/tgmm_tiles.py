@@ -1,6 +1,7 @@
 """Tiles of a tgmm_quant call, by an estimate of VMEM and cycles. Pure Python."""
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -71,12 +72,11 @@ def chunk_width(width: int, limit: int) -> int:
     return max(d for d in range(1, whole + 1) if whole % d == 0 and d * LANES <= limit) * LANES
 
 
-def choose_tiles(
-    m, p, q, groups, block_m, a_bytes, b_bytes, slab_bytes, out_dtype, rows, scales, chip: Chip
-) -> Tiles | None:
-    """The cheapest tiles that fit the chip's VMEM by an estimate, or None.
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What the choice depends on, beside the chip.
 
-    Args:
+    Attributes:
       m, p, q, groups: rows, output rows, output columns, groups.
       block_m: rows that share a scale, or None where no scale depends on the rows.
       a_bytes, b_bytes: bytes per element of the operands in HBM.
@@ -84,57 +84,91 @@ def choose_tiles(
       out_dtype: the output's dtype.
       rows: rows expected to be valid.
       scales: whether a and whether b have scales of their own per row block.
-      chip: the target.
     """
-    out_bytes = np.dtype(out_dtype).itemsize
-    blocks = (block_m,) if block_m is not None else (1024, 512, 256, 128)
-    blocks = sorted({min(b, round_up(m, ALIGN)) for b in blocks}, reverse=True)
-    budget = int(chip.vmem_bytes * 0.92)
-    best = None
-    for block in blocks:
-        accumulate = m > block and np.dtype(out_dtype) != np.float32
-        per_group = max(1, math.ceil(rows / max(groups, 1) / block))
+
+    m: int
+    p: int
+    q: int
+    groups: int
+    block_m: int | None
+    a_bytes: int
+    b_bytes: int
+    slab_bytes: int
+    out_dtype: object
+    rows: int
+    scales: tuple[bool, bool]
+
+    @property
+    def whole(self) -> int:
+        """Rows of the array, in whole tiles."""
+        return round_up(self.m, ALIGN)
+
+    @property
+    def out_bytes(self) -> int:
+        return np.dtype(self.out_dtype).itemsize
+
+    def widths(self, resident_b: bool):
+        """(columns, bytes per element) of S and of R."""
+        a, b = (self.p, self.a_bytes), (self.q, self.b_bytes)
+        return (a, b) if resident_b else (b, a)
+
+
+def _candidates(x: Problem):
+    """(block, resident_b, ts, tr): all cuts that are looked at."""
+    blocks = (x.block_m,) if x.block_m is not None else (1024, 512, 256, 128)
+    for block in sorted({min(b, x.whole) for b in blocks}, reverse=True):
         for resident_b in (True, False):
-            s_width, r_width = (p, q) if resident_b else (q, p)
-            s_bytes, r_bytes = (a_bytes, b_bytes) if resident_b else (b_bytes, a_bytes)
-            for tr in _widths(r_width, 8192):
-                for ts in _widths(s_width, 8192):
-                    tp, tq = (ts, tr) if resident_b else (tr, ts)
-                    if ts >= s_width and tr < r_width:
-                        continue  # the roles exchanged do the same
-                    tail = round_up(m, ALIGN) >= block + TAIL
-                    window = block + TAIL if tail else min(block + ALIGN, round_up(m, ALIGN))
-                    slab_rows = block + TAIL * tail
-                    fixed = 2 * window * (ts * s_bytes + tr * r_bytes)
-                    fixed += 2 * slab_rows * ts * slab_bytes
-                    fixed += 2 * tp * tq * out_bytes + (tp * tq * 4 if accumulate else 0)
-                    # one product and its operands as Mosaic may spell them out
-                    chunk = chunk_width(tp, CHUNK) * chunk_width(tq, CHUNK)
-                    part = (chunk_width(tp, CHUNK) + chunk_width(tq, CHUNK)) * block * slab_bytes
-                    fixed += 3 * 4 * chunk + (3 if slab_bytes == 4 else 1) * part
-                    fixed += (window + 2 * LANES) * 4 * LANES + (1 << 20)
-                    a_column = 2 * tp * LANES * 4 if scales[0] else 0
-                    b_row = 2 * tq * 8 * 4 if scales[1] else 0
-                    fixed += 2 * (a_column if resident_b else b_row)
-                    slot = slab_rows * tr * slab_bytes + (b_row if resident_b else a_column)
-                    fixed += slot  # the stage
-                    slots = min((budget - fixed) // slot, max(2, round_up(m, block) // block), 16)
-                    if slots < 2:
-                        continue
-                    n_s, n_r = -(-s_width // ts), -(-r_width // tr)
-                    r_reads = 1 if per_group <= slots else n_s
-                    # cycles: the vector unit quantizes, the MXU multiplies, HBM carries
-                    vector = rows * (s_width * n_r + r_width * r_reads) / 400
-                    mxu = 2 * rows * n_s * ts * n_r * tr / chip.mxu_flops_per_cycle
-                    hbm = (
-                        rows * (s_width * n_r * s_bytes + r_width * r_reads * r_bytes)
-                        + groups * p * q * out_bytes
-                    ) / chip.hbm_bytes_per_cycle
-                    visits = (per_group * groups) * n_s * n_r
-                    cost = max(vector, hbm) + mxu + visits * 1000
-                    cost += visits * tp * tq / 512  # the accumulator's loads and stores
-                    key = (cost, -ts * tr)
-                    if best is None or key < best[0]:
-                        sizes = ts, tr, int(slots), int(fixed + slots * slot)
-                        best = key, Tiles(block, window, tail, resident_b, *sizes)
-    return None if best is None else best[1]
+            (s_width, _), (r_width, _) = x.widths(resident_b)
+            for tr, ts in itertools.product(_widths(r_width, 8192), _widths(s_width, 8192)):
+                if ts < s_width or tr >= r_width:  # else the roles exchanged do the same
+                    yield block, resident_b, ts, tr
+
+
+def _fit(x: Problem, budget: int, block: int, resident_b: bool, ts: int, tr: int) -> Tiles | None:
+    """The tiles with as many slots as fit, or None."""
+    (_, s_bytes), (_, r_bytes) = x.widths(resident_b)
+    tp, tq = (ts, tr) if resident_b else (tr, ts)
+    tail = x.whole >= block + TAIL
+    window = block + TAIL if tail else min(block + ALIGN, x.whole)
+    slab_rows = block + TAIL * tail
+    accumulate = x.m > block and np.dtype(x.out_dtype) != np.float32
+    fixed = 2 * window * (ts * s_bytes + tr * r_bytes)
+    fixed += 2 * slab_rows * ts * x.slab_bytes
+    fixed += 2 * tp * tq * x.out_bytes + (tp * tq * 4 if accumulate else 0)
+    # one product and its operands as Mosaic may spell them out
+    cp, cq = chunk_width(tp, CHUNK), chunk_width(tq, CHUNK)
+    fixed += 3 * 4 * cp * cq
+    fixed += (3 if x.slab_bytes == 4 else 1) * (cp + cq) * block * x.slab_bytes
+    fixed += (window + 2 * LANES) * 4 * LANES + (1 << 20)
+    a_column = 2 * tp * LANES * 4 if x.scales[0] else 0
+    b_row = 2 * tq * 8 * 4 if x.scales[1] else 0
+    fixed += 2 * (a_column if resident_b else b_row)
+    slot = slab_rows * tr * x.slab_bytes + (b_row if resident_b else a_column)
+    fixed += slot  # the stage
+    slots = int(min((budget - fixed) // slot, max(2, round_up(x.m, block) // block), 16))
+    if slots < 2:
+        return None
+    return Tiles(block, window, tail, resident_b, ts, tr, slots, int(fixed + slots * slot))
+
+
+def _cost(x: Problem, t: Tiles, chip: Chip) -> float:
+    """Cycles of a call: the vector unit quantizes, the MXU multiplies, HBM carries."""
+    (s_width, s_bytes), (r_width, r_bytes) = x.widths(t.resident_b)
+    per_group = max(1, math.ceil(x.rows / max(x.groups, 1) / t.block))
+    n_s, n_r = -(-s_width // t.ts), -(-r_width // t.tr)
+    r_reads = 1 if per_group <= t.slots else n_s
+    vector = x.rows * (s_width * n_r + r_width * r_reads) / 400
+    mxu = 2 * x.rows * n_s * t.ts * n_r * t.tr / chip.mxu_flops_per_cycle
+    moved = x.rows * (s_width * n_r * s_bytes + r_width * r_reads * r_bytes)
+    hbm = (moved + x.groups * x.p * x.q * x.out_bytes) / chip.hbm_bytes_per_cycle
+    visits = (per_group * x.groups) * n_s * n_r
+    cost = max(vector, hbm) + mxu + visits * 1000
+    return cost + visits * t.tp * t.tq / 512  # the accumulator's loads and stores
+
+
+def choose_tiles(x: Problem, chip: Chip) -> Tiles | None:
+    """The cheapest tiles that fit the chip's VMEM by an estimate, or None."""
+    budget = int(chip.vmem_bytes * 0.92)
+    fitting = (_fit(x, budget, *cut) for cut in _candidates(x))
+    key = lambda t: (_cost(x, t, chip), -t.ts * t.tr)
+    return min((t for t in fitting if t is not None), key=key, default=None)
