@@ -12,6 +12,7 @@ if not _os.path.isdir(_os.path.join(__path__[0], "lowering")):
 from fp8moe_prims import moe as moe
 from fp8moe_prims import primitives as primitives
 from fp8moe_prims._primitive import use_lowering as use_lowering
+from fp8moe_prims.debug import DataError as DataError
 from fp8moe_prims.debug import debug_checks as debug_checks
 from fp8moe_prims.gmm import gmm as gmm
 from fp8moe_prims.qarray import QArray as QArray

@@ -6,7 +6,7 @@ a callback on the host, raises `DataError` with the name of the operation and of
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,11 @@ class DataError(ValueError):
 def debug_checks() -> Iterator[None]:
     """Context manager inside which the operations report bad data by name.
 
-    Reported are negative group sizes, groups that overrun the buffer, overlap or descend, a
-    group_offset that leaves no room for the local groups, a range [start, end) outside the buffer,
-    indices of ``ragged_gather`` that are neither a row nor -1, and scales of valid rows or of
-    weights that are not finite or not positive.
+    Reported are negative group sizes, groups that overrun the buffer, overlap or descend, rows of
+    a group that rhs has no matrix for where no group_offset says that this is meant, a group_offset
+    that leaves no room for the local groups, a range [start, end) outside the buffer, indices of
+    ``ragged_gather`` that are neither a row nor -1, and scales of valid rows or of weights that are
+    not finite or not positive.
 
     It works under jit (the setting is part of jit's cache key: functions traced outside have no
     checks), vmap, grad and shard_map. The report is an exception of the computation: jitted code
@@ -76,17 +77,29 @@ def report(op: str, argument: str, bad, why: str, value) -> None:
       value: array that broadcasts to bad's shape.
     """
 
-    def on_host(bad, value):
-        bad, value = np.asarray(bad), np.asarray(value)
+    def text(where, value):
+        shown = np.broadcast_to(value, np.shape(bad))[where]
+        place = f"[{', '.join(map(str, where))}]" if where else ""
+        return f"{argument}{place} {why}, got {shown}"
+
+    report_text(op, bad, text, value)
+
+
+def report_text(op: str, bad, text_of: Callable, *values) -> None:
+    """`report` with a text of one's own: ``text_of(place, *values)`` of the first true element.
+
+    The text is made on the host, and only where there is something to report.
+    """
+
+    def on_host(bad, *values):
+        bad = np.asarray(bad)
         if bad.any():
             where = tuple(int(i) for i in np.unravel_index(np.argmax(bad), bad.shape))
-            shown = np.broadcast_to(value, bad.shape)[where]
-            place = f"[{', '.join(map(str, where))}]" if where else ""
-            text = f"fp8moe {op}: {argument}{place} {why}, got {shown}"
+            text = f"fp8moe {op}: {text_of(where, *map(np.asarray, values))}"
             _found.append(text)
             raise DataError(text)
 
-    jax.debug.callback(on_host, bad, value)
+    jax.debug.callback(on_host, bad, *values)
 
 
 # ------------------------------------------------------------------------ what is looked at
@@ -97,25 +110,47 @@ def check_groups(op, group_sizes, group_starts, group_offset, num_groups: int, m
     sizes = jnp.asarray(group_sizes)
     wide = sizes.astype(jnp.float32)  # no overflow, whatever integers they are
     report(op, "group_sizes", sizes < 0, "must not be negative", sizes)
+    starts = []
     if group_starts is None:
         ends = jnp.cumsum(jnp.maximum(wide, 0))
     else:
-        starts = jnp.asarray(group_starts)
-        report(op, "group_starts", starts < 0, "must not be negative", starts)
-        first = starts.astype(jnp.float32)
+        starts = [jnp.asarray(group_starts)]
+        report(op, "group_starts", starts[0] < 0, "must not be negative", starts[0])
+        first = starts[0].astype(jnp.float32)
         ends = first + jnp.maximum(wide, 0)
         # A group's rows begin where those before it have ended.
         reach = jax.lax.cummax(jnp.where(wide > 0, ends, np.float32(0)))
         before = jnp.concatenate([jnp.zeros_like(reach[:1]), reach[:-1]])
         overlaps = (wide > 0) & (first < before)
-        report(op, "group_starts", overlaps, "must ascend without overlap", starts)
-    report(op, "group_sizes", (wide > 0) & (ends > m), f"must end within the {m} rows", sizes)
+        report(op, "group_starts", overlaps, "must ascend without overlap", starts[0])
+
+    def overrun(where, sizes, starts=None):
+        (e,) = where
+        size = int(sizes[e])
+        start = sum(max(int(s), 0) for s in sizes[:e]) if starts is None else int(starts[e])
+        return (
+            f"group {e} ends at row {start + size}, beyond the {m} rows"
+            f" (group_sizes[{e}] = {size}, start {start})"
+        )
+
+    report_text(op, (wide > 0) & (ends > m), overrun, sizes, *starts)
     if group_offset is not None:
         offset = jnp.asarray(group_offset)
         most = sizes.shape[0] - num_groups
         bad = (offset < 0) | (offset > most)
         why = f"must lie in [0, {most}] for {num_groups} of {sizes.shape[0]} groups to be local"
         report(op, "group_offset", bad, why, offset)
+
+
+def check_surplus(op, group_sizes, num_groups: int, tail: str) -> None:
+    """Without a group_offset no group beyond those of rhs has rows."""
+    total = np.shape(group_sizes)[0]
+    if total > num_groups:
+        text = lambda where: (
+            f"group_sizes has {total} groups, rhs {num_groups}, and no group_offset: the rows of"
+            f" group {num_groups + where[0]} are {tail}"
+        )
+        report_text(op, jnp.asarray(group_sizes)[num_groups:] > 0, text)
 
 
 def check_indices(op, indices, start, end, rows: int) -> None:

@@ -98,7 +98,7 @@ def gmm(
       rhs: weights [g, k, n], or [g, n, k] with transpose_rhs, of the same dtypes, or a QArray with
         a scale [1|g, 1, 1|n] (n in its place when transposed) or blocked along k.
       group_sizes: integers [G], rows of each group, G >= g. Negative sizes count as 0, groups that
-        overrun are cut at m.
+        overrun are cut at m, rows of groups that are not local are the tail.
       group_starts: integers [G], ascending, first row of each group; None: they follow each other
         from row 0. Rows of no group are the tail, wherever they lie.
       group_offset: index of the first local group, an integer or integer array of shape () or (1,).
@@ -129,8 +129,10 @@ def gmm(
     w, w_scale, w_carrier = operand("rhs", rhs, rhs_dims)
     (m, k), g = x.shape, w.shape[0]
     if w.shape[rhs_dims.index("k")] != k:
+        hint = "; pass transpose_rhs=True for [g, n, k]" if w.shape[2] == k else ""
         raise ValueError(
-            f"rhs: takes [{', '.join(rhs_dims)}] with k = {k} as in lhs {x.shape}, got {w.shape}"
+            f"rhs: takes [{', '.join(rhs_dims)}] with k = {k} as in lhs {x.shape},"
+            f" got {w.shape}{hint}"
         )
     if 0 in (k, w.shape[rhs_dims.index("n")]):
         raise ValueError(f"lhs and rhs: k and n must be at least 1, got {x.shape} and {w.shape}")
@@ -138,6 +140,8 @@ def gmm(
     starts, ends = group_ranges(group_sizes, group_starts, group_offset, g, m)
     if debug.enabled():
         debug.check_groups("gmm", group_sizes, group_starts, group_offset, g, m)
+        if group_offset is None:
+            debug.check_surplus("gmm", group_sizes, g, tail)
         debug.check_scale("gmm", "lhs", x_scale, starts, ends)
         debug.check_scale("gmm", "rhs", w_scale)
     out_dtype = result_dtype(

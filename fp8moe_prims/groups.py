@@ -26,9 +26,7 @@ def group_ranges(
         raise ValueError(f"group_sizes: takes rank 1, [G], got shape {sizes.shape}")
     total = sizes.shape[0]
     if total < num_groups and not allow_fewer:
-        raise ValueError(
-            f"group_sizes: takes at least as many groups as are local, {num_groups}, got {total}"
-        )
+        raise ValueError(f"group_sizes: takes at least the {num_groups} groups of rhs, got {total}")
     if group_starts is None:
         ends = _bounded_cumsum(clip_integers(sizes, 0, m), m)
         starts = jnp.concatenate([jnp.zeros(min(1, total), jnp.int32), ends[:-1]])

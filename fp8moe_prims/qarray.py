@@ -9,6 +9,7 @@ quantized array is as wide as what it was made from, never float8.
 import dataclasses
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -29,8 +30,9 @@ class QArray:
       qvalue: float8_e4m3fn, float8_e5m2 or int8, any shape.
       scale: float32 (bfloat16 and float16 are widened), of the same rank; each dimension is 1, that
         of qvalue, or a divisor of it (one scale per block of dim / divisor elements).
-      carrier: what gradients flow to, or None where nothing is differentiated; see the module.
-        Operations don't differentiate with respect to qvalue and scale themselves.
+      carrier: what gradients flow to: an array of qvalue's shape in the wide dtype, whose value is
+        never read. None: the QArray is a constant and takes no gradient. The gradient with respect
+        to a QArray is a QArray whose carrier holds it; its qvalue and scale are zeros.
 
     >>> import jax.numpy as jnp
     >>> import fp8moe_prims as fp8
@@ -144,7 +146,7 @@ def quantize(x, qdtype, *, channelwise_axes=(), calibration="absmax") -> QArray:
       A QArray; its scale is float32 with 1 in the axes that share it.
 
     Raises:
-      TypeError: x is not of such a dtype.
+      TypeError: x is not of such a dtype, or channelwise_axes is a single integer.
       ValueError: qdtype, channelwise_axes or calibration is none of these.
 
     >>> import jax.numpy as jnp
@@ -156,6 +158,8 @@ def quantize(x, qdtype, *, channelwise_axes=(), calibration="absmax") -> QArray:
     bound = parse_calibration("calibration", calibration)
     if getattr(x, "dtype", None) not in WIDE_DTYPES:
         raise TypeError(f"x: must be bfloat16, float16 or float32, got {_describe(x)}")
+    if not isinstance(channelwise_axes, Iterable):
+        raise TypeError(f"channelwise_axes: takes a tuple of axes, got {channelwise_axes!r}")
     axes = tuple(channelwise_axes)
     if not all(isinstance(a, (int, np.integer)) and -x.ndim <= a < x.ndim for a in axes):
         raise ValueError(f"channelwise_axes: must lie in [-{x.ndim}, {x.ndim}), got {axes}")

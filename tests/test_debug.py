@@ -23,8 +23,23 @@ def _scaled(scale, axis):
 
 ROWS = {
     "negative size": (_gmm([3, -1, 2]), r"gmm: group_sizes\[1\] must not be negative, got -1"),
-    "sizes that overrun": (_gmm([3, 4, 5]), r"gmm: group_sizes\[2\] must end within the 8 rows"),
-    "sizes whose sum wraps": (_gmm([2**31 - 1, 2**31 - 1, 2]), "gmm: group_sizes"),
+    "sizes that overrun": (
+        _gmm([3, 4, 5]),
+        r"gmm: group 2 ends at row 12, beyond the 8 rows \(group_sizes\[2\] = 5, start 7\)",
+    ),
+    "sizes whose sum wraps": (
+        _gmm([3, 2**31 - 1, 2**31 - 1]),
+        "gmm: group 1 ends at row 2147483650",
+    ),
+    "starts that overrun": (
+        _gmm([1, 0, 3], group_starts=jnp.array([0, 1, 6])),
+        r"gmm: group 2 ends at row 9, beyond the 8 rows \(group_sizes\[2\] = 3, start 6\)",
+    ),
+    "surplus groups": (
+        _gmm([1, 1, 1, 0, 2]),
+        "gmm: group_sizes has 5 groups, rhs 3, and no group_offset: the rows of group 4 are zero",
+    ),
+    "surplus groups, undefined": (_gmm([1, 1, 1, 2], tail="undefined"), "group 3 are undefined"),
     "starts that overlap": (
         _gmm([3, 2, 2], group_starts=jnp.array([0, 2, 6])),
         r"gmm: group_starts\[1\] must ascend",
@@ -41,7 +56,7 @@ ROWS = {
     ),
     "tgmm sizes": (
         lambda: fp8.tgmm_quant(X, DOUT, jnp.array([9])),
-        r"tgmm_quant: group_sizes\[0\] must end",
+        "tgmm_quant: group 0 ends at row 9, beyond the 8 rows",
     ),
     "gather index": (
         lambda: fp8.ragged_gather(X, jnp.array([0, 8])),
@@ -74,6 +89,11 @@ class DebugTest(parameterized.TestCase):
     def test_eager_and_off_again(self):
         fn, pattern = ROWS["negative size"]
         self.assertRegex(_catch(fn), pattern)
+        with self.assertRaisesRegex(fp8.DataError, pattern), fp8.debug_checks():
+            jax.block_until_ready(fn())
+        with self.assertRaises(jax.errors.JaxRuntimeError) as raised, fp8.debug_checks():
+            jax.block_until_ready(jax.jit(fn)())
+        self.assertRegex(str(raised.exception).splitlines()[-1], pattern)
         jax.block_until_ready(fn())  # clamped, and no error
 
     def test_under_transforms(self):
@@ -93,6 +113,8 @@ class DebugTest(parameterized.TestCase):
         with fp8.debug_checks():
             fp8.gmm(x, W, jnp.array([2, 0, 2]), group_starts=starts)
             fp8.gmm(X, W, jnp.array([1, 2, 3, 2]), group_offset=1)
+            fp8.gmm(X, W, jnp.array([1, 2, 3, 2]), group_offset=0)  # group 3 is another device's
+            fp8.gmm(X, W, jnp.array([1, 2, 3, 0]))
             fp8.ragged_gather(X, jnp.array([0, -1, 7, 99]), end=3)
             config = MoEConfig(4, 2, ragged_buffer_factor=0.5)
             w = jnp.ones((4, 16, 8))

@@ -19,6 +19,10 @@ GMM = {
     "rhs_rank": (dict(rhs=RHS[0]), "rhs"),
     "contraction": (dict(rhs=RHS[:, :64]), "rhs"),
     "contraction_transposed": (dict(transpose_rhs=True), "rhs"),
+    "transposed_weights": (
+        dict(rhs=np.swapaxes(RHS, 1, 2)),
+        r"got \(2, 16, 128\); pass transpose_rhs=True for \[g, n, k\]",
+    ),
     "lhs_integer": (dict(lhs=LHS.astype(np.int32)), "lhs"),
     "lhs_float64": (dict(lhs=LHS.astype(np.float64)), "lhs"),
     "lhs_plain_float8": (dict(lhs=LHS.astype(jnp.float8_e4m3fn)), "lhs"),
@@ -27,7 +31,10 @@ GMM = {
     "float_sizes": (dict(group_sizes=np.array([3.0, 4.0])), "group_sizes"),
     "bool_sizes": (dict(group_sizes=np.array([True, False])), "group_sizes"),
     "sizes_2d": (dict(group_sizes=np.array([[3, 4]])), "group_sizes"),
-    "too_few_sizes": (dict(group_sizes=np.array([3])), "group_sizes"),
+    "too_few_sizes": (
+        dict(group_sizes=np.array([3])),
+        "group_sizes: takes at least the 2 groups of rhs, got 1",
+    ),
     "starts_shape": (dict(group_starts=np.array([0])), "group_starts"),
     "starts_float": (dict(group_starts=np.array([0.0, 3.0])), "group_starts"),
     "offset_float": (dict(group_offset=0.5), "group_offset"),
@@ -92,6 +99,7 @@ class ErrorsTest(parameterized.TestCase):
         (dict(x=LHS.astype(np.int32)), "x"),
         (dict(qdtype="e3m4"), "qdtype"),
         (dict(channelwise_axes=(2,)), "channelwise_axes"),
+        (dict(channelwise_axes=0), "channelwise_axes: takes a tuple of axes, got 0"),
         (dict(calibration="max"), "calibration"),
     )
     def test_quantize(self, change, argument):
