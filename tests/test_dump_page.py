@@ -26,6 +26,9 @@ def one_sided():
 
 def wrong():
     return jnp.sin
+
+def of_1024_rows():
+    return jnp.sin, (jnp.ones((1024, 8)),)
 """
 
 
@@ -40,16 +43,33 @@ class UsersFunctionTest(absltest.TestCase):
         code, out, err = _run(dump_hlo.main, f"{self.file}:make", *flags)
         self.assertEqual(code, 0, err)
         self.assertIn("over the buffer's 300 rows", out)
-        self.assertRegex(out, r"fused: fp8moe_tgmm_quant +1 +1")
+        self.assertRegex(out, r"equation: fp8moe_tgmm_quant +1 +1")
+        self.assertIn(f"{self.file}:make, gradients, cpu\n", out)
+        self.assertEqual(err, "")
+
+    def test_rows_that_tables_are_padded_to(self):
+        code, out, err = _run(
+            dump_hlo.main, f"{self.file}:of_1024_rows", "--summary", "--target", "v5e"
+        )
+        self.assertEqual(code, 0, err)
+        self.assertIn(f"{self.file}:of_1024_rows, v5e\n", out)
+        self.assertRegex(err, "warning: .*1024 also appears as the size to which XLA pads")
 
     def test_refuses(self):
         for name, flags, message in (
             ("one_sided", ("--compare", "dense"), "no parameter named backward"),
             ("wrong", (), r"must return \(fn, args\)"),
-            ("absent", (), "absent"),
+            ("absent", (), r"mine.py has no function 'absent'"),
         ):
             _, _, err = _run(dump_hlo.main, f"{self.file}:{name}", "--stage", "jaxpr", *flags)
             self.assertRegex(err, message)
+
+    def test_modules_that_are_not_found(self):
+        _, _, err = _run(dump_hlo.main, "no.mine:make", "--stage", "jaxpr")
+        self.assertIn("no module named 'no.mine'; give a path, no/mine.py:make", err)
+        pathlib.Path(self.file).write_text("import absent_one")
+        _, _, err = _run(dump_hlo.main, f"{self.file}:make", "--stage", "jaxpr")
+        self.assertRegex(err, r"mine.py:make: No module named 'absent_one'\n")
 
     def test_topology_that_libtpu_does_not_know(self):
         self.assertTrue(_tpu.is_topology("tpu7x:4x4x4"))

@@ -190,7 +190,12 @@ class DumpHloTest(parameterized.TestCase):
         (("gmm", "--shape", "a,b,c,d"), "--shape.*four integers m,k,n,g.*'a,b,c,d'"),
         (("gmm", "--shape", "0,8,8,1"), "--shape.*at least 1.*'0,8,8,1'"),
         (("gmm", "--summary", "--dense"), "--summary.*drop --dense"),
-        (("gmm", "--summary", "--shape", "512,512,128,4"), "m = 512 is also a dimension"),
+        (("gmm", "--summary", "--shape", "512,512,128,2"), "--summary: .*512 also appears as k of"),
+        (("gmm", "--html", "x", "--shape", "1024,512,256,4"), "--html: .* 1024 .*as g . n of"),
+        (
+            ("gmm", "--summary", "--target", "tpu7x", "--shape", "1024,256,384,2"),
+            "1024 also appears as the size to which XLA pads.*another m, such as 1032",
+        ),
     )
     def test_refuses(self, argv, message):
         code, _, err = _run(dump_hlo.main, *argv)
@@ -218,6 +223,7 @@ class DumpHloTest(parameterized.TestCase):
         self.assertRegex(out, r"in_kernel +dense")
         self.assertRegex(out, r"convert +0, 0 B +[1-9]")
         self.assertRegex(out, r"temporaries \* ")
+        self.assertRegex(out, rf"{'equation' if target == 'cpu' else 'kernel'}: fp8moe_gmm.* [12]")
 
 
 QUANTIZING = ("reduce", "clamp", "multiply", "convert")

@@ -304,9 +304,16 @@ def _users_function(spec: str):
         else:
             sys.path.insert(0, os.getcwd())
             loaded = importlib.import_module(module)
-        return getattr(loaded, name)
-    except (ImportError, OSError, AttributeError) as e:
+    except ModuleNotFoundError as e:
+        if module != e.name and not module.startswith(f"{e.name}."):  # one that the user's imports
+            raise SystemExit(f"{spec}: {e}") from e
+        path = f"{module.replace('.', '/')}.py:{name}"
+        raise SystemExit(f"{spec}: no module named {module!r}; give a path, {path}") from e
+    except (ImportError, OSError) as e:
         raise SystemExit(f"{spec}: {e}") from e
+    if not hasattr(loaded, name):
+        raise SystemExit(f"{module} has no function {name!r}")
+    return getattr(loaded, name)
 
 
 # ------------------------------------------------------------------------- building, lowering
@@ -392,5 +399,6 @@ def text_of(compiled) -> str:
             raise
         raise SystemExit(
             f"jaxlib {jax.__version__} cannot read this program back: libtpu made an operation"
-            " asynchronous in a form that it does not know. A newer jax (0.12) prints it."
+            " asynchronous in a form that it does not know. jax 0.12, which needs Python 3.12,"
+            " prints it."
         ) from None

@@ -67,7 +67,7 @@ def table(what: str, target: str, columns: dict[str, Summary]) -> str:
     summaries = list(columns.values())
     lines = [what, "", _row("", columns)]
     lines += (
-        _fused(summaries)
+        _ours(summaries, "equation" if target == "cpu" else "custom call")
         + [""]
         + _over_rows(summaries, next(iter(columns)))
         + [""]
@@ -83,11 +83,11 @@ def table(what: str, target: str, columns: dict[str, Summary]) -> str:
     return "\n".join(lines)
 
 
-def _fused(summaries) -> list[str]:
+def _ours(summaries, what: str) -> list[str]:
     """Rows of our operations: on a TPU the kernels by name, with the VMEM that each uses."""
     if not any(s.kernels for s in summaries):
         names = sorted(set().union(*(s.report.fused for s in summaries)))
-        return [_row(f"fused: {n}", [str(s.report.fused[n]) for s in summaries]) for n in names]
+        return [_row(f"{what}: {n}", [str(s.report.fused[n]) for s in summaries]) for n in names]
     lines = []
     for name in sorted({k.name for s in summaries for k in s.kernels}):
         cells = []

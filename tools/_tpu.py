@@ -46,7 +46,9 @@ def devices(topology: str):
     except Exception as e:
         if "INVALID_ARGUMENT" in str(e):
             raise SystemExit(f"{topology}: libtpu knows no such topology ({e})") from e
-        raise SystemExit(f"{topology} needs the TPU compiler: pip install libtpu ({e})") from e
+        raise SystemExit(
+            f"{topology} needs the TPU compiler: .venv/bin/pip install '.[tpu]' ({e})"
+        ) from e
 
 
 def ring_order(devices) -> list:

@@ -52,7 +52,7 @@ class Progress:
 def run_cpu(options) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     if options.png and importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("bench: --png needs matplotlib: pip install 'fp8moe_prims[plots]'")
+        raise SystemExit("bench: --png needs matplotlib: .venv/bin/pip install '.[plots]'")
     rows = _bench_cpu.measure(options, Progress())
     print(_bench_cpu.table(rows, options))
     if options.json:

@@ -5,11 +5,11 @@
     python tools/dump_hlo.py gmm --target tpu7x --stage llo     # cycles per loop, and the bundles
     python tools/dump_hlo.py moe --grad --target tpu7x --compare dense --summary
     python tools/dump_hlo.py moe --grad --target tpu7x --compare dense --html moe.html
-    python tools/dump_hlo.py my_module:my_function --target v6e --summary
+    python tools/dump_hlo.py my/file.py:function --target v6e --summary
 
-TPU programs are compiled ahead of time by libtpu (`pip install libtpu`); no TPU is needed. The
-weights of gmm are quantized already, as they are once a step, so all that is shown is the
-operation's own.
+TPU programs are compiled ahead of time by libtpu (`.venv/bin/pip install '.[tpu]'`); no TPU is
+needed. The weights of gmm are quantized already, as they are once a step, so all that is shown is
+the operation's own.
 
 Stages: jaxpr, stablehlo, hlo (optimized, for the target), mosaic (the MLIR of each kernel) and llo
 (bundles, one a cycle). A function of yours returns (fn, args); it is called with backward="dense"
@@ -20,6 +20,7 @@ named devices (its arguments then say where they lie).
 import argparse
 import concurrent.futures
 import dataclasses
+import itertools
 import os
 import sys
 import tempfile
@@ -34,6 +35,7 @@ __all__ = ["BACKWARDS", "OPS", "Shape", "build", "lower", "main", "summarize"]
 
 STAGES = ("jaxpr", "stablehlo", "hlo", "mosaic", "llo")
 EXAMPLE_SHAPE = "16384,1024,512,8"
+USERS_FUNCTION = "my/file.py:function, or module:function where the module is importable"
 HOST_DEVICES = 8  # of the cpu and cuda targets, for the operations over several devices
 
 
@@ -86,14 +88,18 @@ def _build(options, backward: str):
 
 
 def title(options) -> str:
-    what = f"{options.op}, {'gradients' if options.grad else 'forward'}"
-    return ", ".join(filter(None, (what, str(options.shape or ""), options.target)))
+    forward = "forward" if options.op in OPS else ""  # a user's function may be anything
+    what = "gradients" if options.grad else forward
+    return ", ".join(filter(None, (options.op, what, str(options.shape or ""), options.target)))
 
 
 def compare(options) -> None:
     """--summary and --html: compiles each side once, and writes either or both."""
     columns, sides = {}, []
     programs = {backward: _build(options, backward) for backward in options.sides}
+    rows = next(iter(programs.values())).rows
+    if options.op not in OPS and (where := _where_else(rows, None, options.target)):
+        print(f"warning: {_ambiguous(rows, where)}; take other rows", file=sys.stderr)
     lowered = [lower(p, options.target) for p in programs.values()]
     with concurrent.futures.ThreadPoolExecutor() as pool:  # the compiler uses one core each
         all_compiled = list(pool.map(lambda x: x.compile(), lowered))
@@ -129,7 +135,7 @@ def parse_op(text: str) -> str:
     if text not in OPS and ":" not in text:
         names = ", ".join(OPS)
         raise argparse.ArgumentTypeError(
-            f"invalid choice: {text!r} (choose from {names}, or module:function)"
+            f"invalid choice: {text!r} (choose from {names}, or give {USERS_FUNCTION})"
         )
     return text
 
@@ -143,6 +149,30 @@ def parse_target(text: str) -> str:
     )
 
 
+PADDED_TABLE = 1024  # XLA pads small tables of integers to a tile of so many
+
+
+def _where_else(rows: int, shape: Shape | None, target: str) -> str | None:
+    """Where the number of rows stands in the program for something else, None: nowhere known."""
+    named = {}
+    if shape is not None:
+        k, n, g = shape.k, shape.n, shape.g
+        named = {"g * k": g * k, "g * n": g * n, "k * n": k * n, "g": g, "n": n, "k": k}
+    name = {number: name for name, number in named.items()}.get(rows)
+    if name is not None:
+        return f"as {name} of the weights ({shape})"
+    if rows == PADDED_TABLE and target not in ("cpu", "cuda"):
+        return "as the size to which XLA pads small tables of integers"
+    return None
+
+
+def _ambiguous(rows: int, where: str) -> str:
+    return (
+        "the table and the page find the buffer's rows by their number, and"
+        f" {rows} also appears {where}"
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dump_hlo.py",
@@ -150,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("op", metavar="OP", type=parse_op, help=f"{', '.join(OPS)}, or module:function")
+    add("op", metavar="OP", type=parse_op, help=f"{', '.join(OPS)}, or {USERS_FUNCTION}")
     add("--grad", action="store_true", help="the gradients of all wide operands instead")
     add("--dense", action="store_true", help='quantize around the kernels: backward="dense"')
     add("--compare", choices=("dense",), help="show the dense chain beside it")
@@ -173,8 +203,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--summary",
         action="store_true",
-        help="a table instead: fused operations, operations over the buffer's rows outside of them,"
-        " collectives, temporaries and VMEM, for both backward settings side by side",
+        help="a table instead: our operations, those over the buffer's rows outside of them,"
+        " collectives, temporaries and VMEM; both backward settings side by side for an operation"
+        " by name, with --compare dense for a function of yours",
     )
     add("--html", metavar="FILE", help="write a page to browse: graph and HLO; see --compare")
     add("--discard", action="store_true", help=argparse.SUPPRESS)
@@ -189,14 +220,14 @@ def parse_arguments(argv=None) -> argparse.Namespace:
         parser.error("--shape is for the operations by name; a function has its own arguments")
     options.shape = options.shape or SHAPES.get(options.op)
     s = options.shape
-    compiles = options.summary or options.html
+    compiles = "--summary" if options.summary else "--html" if options.html else None
     if options.summary and (options.dense or options.stage != "hlo"):
         parser.error("--summary always compiles, for both backwards: drop --dense and --stage")
-    if compiles and s and s.m in (s.k, s.n, s.g, s.g * s.k, s.g * s.n, s.k * s.n):
-        parser.error(
-            f"--summary finds the buffer's rows by their number, but m = {s.m} is also a dimension"
-            f" of the weights ({s}); choose another m"
+    if compiles and s and (where := _where_else(s.m, s, options.target)):
+        other = next(
+            m for m in itertools.count(s.m + 8, 8) if not _where_else(m, s, options.target)
         )
+        parser.error(f"{compiles}: {_ambiguous(s.m, where)}; choose another m, such as {other}")
     if options.target == "cuda" and (compiles or options.stage not in ("jaxpr", "stablehlo")):
         parser.error("--target cuda: up to --stage stablehlo; there is no compiler for it here")
     if options.stage in ("mosaic", "llo") and options.target == "cpu":
