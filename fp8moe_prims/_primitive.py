@@ -380,7 +380,8 @@ def _body(p, platform, lowering, device_kind, options, operands, params):
     where = p.lowerings["tpu"] if use_tpu else p.lowerings[platform if platform != "tpu" else "cpu"]
     fn = _array_function(where)
     if where.startswith("xla."):  # some primitives have no kernel and are XLA on TPU too
-        return fn(operands, params, platform=platform)
+        with jax.named_scope(p.name):  # in the names of the ops that XLA shows
+            return fn(operands, params, platform=platform)
     from fp8moe_prims.lowering.tpu.chip import chip_of
 
     interpret = False
