@@ -136,6 +136,8 @@ class DumpHloTest(parameterized.TestCase):
         code, out, _ = _run(dump_hlo.main, "gmm", "--stage", stage, "--shape", "256,128,384,2")
         self.assertEqual(code, 0)
         self.assertIn(expected, out)
+        if stage == "hlo":  # loops of plain ops, whose names say what they are of
+            self.assertIn('/fp8moe_gmm/while"', out)
 
     def test_target(self):
         code, out, _ = _run(dump_hlo.main, "gmm", "--target", "tpu7x", "--shape", "512,256,128,2")
