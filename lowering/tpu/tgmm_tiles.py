@@ -12,7 +12,7 @@ from fp8moe_prims.lowering.tpu.layout import LANES, round_up
 ALIGN = 32  # rows of the widest packing (four float8 rows in each 32-bit word, eight sublanes)
 SHORT = 256  # slab rows of a short block
 TAIL = 128  # slab rows of a short block that goes with the one before it
-CHUNK = 512  # rows and columns of the output that one product makes, at most
+CHUNK = 1024  # rows and columns of the output that one product makes, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +66,24 @@ def _widths(width: int, limit: int):
             yield lanes * LANES
 
 
-def chunk_width(width: int, limit: int) -> int:
-    """The largest divisor of ``width`` that is a multiple of 128 and at most ``limit``."""
-    whole = width // LANES
-    return max(d for d in range(1, whole + 1) if whole % d == 0 and d * LANES <= limit) * LANES
+def product_shape(tp: int, tq: int) -> tuple[int, int]:
+    """Rows and columns of one product: equal parts of a tile, two or more of them if it has 256.
+
+    A product is a program of its own, whose ends leave the MXU idle for some 250 cycles: it should
+    be large.
+    """
+
+    def part(width, limit):
+        whole = width // LANES
+        return max(d for d in range(1, whole + 1) if whole % d == 0 and d * LANES <= limit) * LANES
+
+    cp, cq = part(tp, CHUNK), part(tq, CHUNK)
+    if (cp, cq) == (tp, tq):
+        if cq > cp or cp == LANES:
+            cq = part(tq, max(tq // 2, LANES))
+        else:
+            cp = part(tp, max(tp // 2, LANES))
+    return cp, cq
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,15 +150,14 @@ def _fit(x: Problem, budget: int, block: int, resident_b: bool, ts: int, tr: int
     fixed += 2 * slab_rows * ts * x.slab_bytes
     fixed += 2 * tp * tq * x.out_bytes + (tp * tq * 4 if accumulate else 0)
     # one product and its operands as Mosaic may spell them out
-    cp, cq = chunk_width(tp, CHUNK), chunk_width(tq, CHUNK)
-    fixed += 3 * 4 * cp * cq
+    cp, cq = product_shape(tp, tq)
+    fixed += 4 * cp * cq
     fixed += (3 if x.slab_bytes == 4 else 1) * (cp + cq) * block * x.slab_bytes
     fixed += (window + 2 * LANES) * 4 * LANES + (1 << 20)
     a_column = 2 * tp * LANES * 4 if x.scales[0] else 0
     b_row = 2 * tq * 8 * 4 if x.scales[1] else 0
     fixed += 2 * (a_column if resident_b else b_row)
     slot = slab_rows * tr * x.slab_bytes + (b_row if resident_b else a_column)
-    fixed += slot  # the stage
     slots = int(min((budget - fixed) // slot, max(2, round_up(x.m, block) // block), 16))
     if slots < 2:
         return None
