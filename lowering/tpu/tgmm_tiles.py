@@ -13,6 +13,7 @@ ALIGN = 32  # rows of the widest packing (four float8 rows in each 32-bit word, 
 SHORT = 256  # slab rows of a short block
 TAIL = 128  # slab rows of a short block that goes with the one before it
 CHUNK = 512  # rows and columns of the output that one product makes, at most
+MAX_TABLE = 32000  # visits and groups of one call: of each, six int32 values lie in SMEM, 1 MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Problem:
       out_dtype: the output's dtype.
       rows: rows expected to be valid.
       scales: whether a and whether b have scales of their own per row block.
+      batches: batch elements, which the groups belong to.
     """
 
     m: int
@@ -97,6 +99,7 @@ class Problem:
     out_dtype: object
     rows: int
     scales: tuple[bool, bool]
+    batches: int = 1
 
     @property
     def whole(self) -> int:
@@ -166,9 +169,19 @@ def _cost(x: Problem, t: Tiles, chip: Chip) -> float:
     return cost + visits * t.tp * t.tq / 512  # the accumulator's loads and stores
 
 
+def _excess(x: Problem, t: Tiles) -> int:
+    """Length of the tables of one batch element, where they would not fit SMEM; else 0."""
+    groups, tiles = x.groups // x.batches, -(-x.p // t.tp) * -(-x.q // t.tq)
+    length = tiles * (x.m // t.block + groups) + groups
+    return length if length > MAX_TABLE else 0
+
+
 def choose_tiles(x: Problem, chip: Chip) -> Tiles | None:
-    """The cheapest tiles that fit the chip's VMEM by an estimate, or None."""
+    """The cheapest tiles that fit the chip's VMEM by an estimate, or None.
+
+    Where all that fit have too many visits for the tables of one call, those with the fewest.
+    """
     budget = int(chip.vmem_bytes * 0.92)
     fitting = (_fit(x, budget, *cut) for cut in _candidates(x))
-    key = lambda t: (_cost(x, t, chip), -t.ts * t.tr)
+    key = lambda t: (_excess(x, t), _cost(x, t, chip), -t.ts * t.tr)
     return min((t for t in fitting if t is not None), key=key, default=None)
