@@ -400,6 +400,7 @@ TGMM_COMPILED = [
     Tgmm("v7x", 32768, 2048, 7168, out="f32", quantize=_NONE, transpose=True),
     Tgmm("v7x", 16384, 7168, 2048, lhs="f32", dout="f32", out="f32", quantize=_INT8),
     Tgmm("v7x", 16384, 4099, 1409, g=8, lhs="f32", out="f32", transpose=True, block_m=512),
+    Tgmm("v7x", 16384, 1408, 2944, lhs="e4m3", row_scale=True, quantize=(None, "e5m2"), out="f32"),
     Tgmm("v6e", 32768, 7168, 2048, out="f32"),
     Tgmm("v6e", 32768, 2048, 7168, lhs="f32", dout="f32", quantize=_NONE),
     Tgmm("v6e", 16384, 7168, 2048, lhs="int8", row_scale=True, quantize=(None, "int8"), out="f32"),

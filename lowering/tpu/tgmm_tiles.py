@@ -140,8 +140,10 @@ def _fit(x: Problem, budget: int, block: int, resident_b: bool, ts: int, tr: int
     fixed += 2 * tp * tq * x.out_bytes + (tp * tq * 4 if accumulate else 0)
     # one product and its operands as Mosaic may spell them out
     cp, cq = chunk_width(tp, CHUNK), chunk_width(tq, CHUNK)
-    fixed += 3 * 4 * cp * cq
-    fixed += (3 if x.slab_bytes == 4 else 1) * (cp + cq) * block * x.slab_bytes
+    product = 3 * 4 * cp * cq
+    product += (3 if x.slab_bytes == 4 else 1) * (cp + cq) * block * x.slab_bytes
+    # or, where it is small, the float32 strips of 128 columns that are quantized together
+    fixed += max(product, 6 * block * LANES * 4)
     fixed += (window + 2 * LANES) * 4 * LANES + (1 << 20)
     a_column = 2 * tp * LANES * 4 if x.scales[0] else 0
     b_row = 2 * tq * 8 * 4 if x.scales[1] else 0
