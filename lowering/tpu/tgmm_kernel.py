@@ -184,22 +184,27 @@ class _Visit:
 
     def shape_window(self, role):
         """Turns the row scales, and cleans a full block's window."""
-        source = self.source(role)
+        source, c = self.source(role), self.c
+        block, scaled = source.block, source.side.rowscale
         columns = self.scratch["rowscale"]
-        if source.side.rowscale:
-            for i in range(columns.shape[0] // LANES):
-                part = pl.ds(i * LANES, LANES)
-                columns[part, :] = as_column(self.operands["rowscale"][:, part])
-        block, c = source.block, self.c
         ready = (block.count == _I32(c.tiles.block)) & (block.low == _I32(0))
         if c.tiles.tail:
             ready = ready & (block.tail == _I32(0))
+        unclean = block.is_kind(FULL) & jnp.logical_not(ready)
+        # The scales of S serve all tiles of a group that has one row block.
+        again = jnp.zeros_like(unclean)
+        if scaled and not role:
+            again = (self.s_tile > _I32(0)) & block.single
 
-        @pl.when(block.is_kind(FULL) & jnp.logical_not(ready))
+        @pl.when(jnp.logical_not(again))
         def _():
-            clean(c, source.window, block)
-            if source.side.rowscale:
-                clean(c, columns, block, source.rowscale[1])
+            if scaled:
+                for i in range(columns.shape[0] // LANES):
+                    part = pl.ds(i * LANES, LANES)
+                    columns[part, :] = as_column(self.operands["rowscale"][:, part])
+                pl.when(unclean)(lambda: clean(c, columns, block, source.rowscale[1]))
+
+        pl.when(unclean)(lambda: clean(c, source.window, block))
 
     def quantize_tasks(self, role):
         """(measure, write) of a clean window's strips."""
@@ -264,7 +269,7 @@ class _Visit:
         return _product(c, a, b, self.out, lengths, acc, self.done.begins)
 
     def products(self):
-        """[(which products, lengths, whether the accumulator takes part, whether it may be fused)]"""
+        """[(which products, lengths, with the accumulator or not, fusable or not)]"""
         c, done = self.c, self.done
         started = self.v > _I32(0)
         long = started & done.is_kind(FULL, SHARED)

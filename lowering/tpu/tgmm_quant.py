@@ -22,6 +22,7 @@ quantizes them, tgmm_kernel.py is the kernel.
 
 import functools
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +42,9 @@ from fp8moe_prims.lowering.tpu.tgmm_blocks import (
     make_tables,
 )
 from fp8moe_prims.lowering.tpu.tgmm_kernel import kernel
-from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, Problem, choose_tiles
+from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, MAX_TABLE, Problem, choose_tiles
 
 _I32 = np.int32
-_MAX_VISITS = 22000  # of one call: its int32 tables, up to eleven, must fit SMEM, 1 MiB on a v7x
 
 
 # ----------------------------------------------------------------------------------------- call
@@ -177,6 +177,19 @@ def _call(
     )(*scalars, *(arrays[key] for key in keys))
 
 
+def _halves(x, p, chip, interpret):
+    """The call in two, for shorter tables. A column of lhs or dout knows nothing of the others."""
+    k, n = x.lhs.shape[-1], x.dout.shape[-1]
+    name, width = ("lhs", k) if k > n else ("dout", n)
+    half = round_up(width, 2 * LANES) // 2
+    operands = {key: getattr(x, key) for key in ("lhs", "lhs_scale", "dout", "starts", "ends")}
+    parts = []
+    for columns in (slice(half), slice(half, None)):
+        part = types.SimpleNamespace(**operands | {name: operands[name][..., columns]})
+        parts.append(tgmm_quant(part, p, chip=chip, interpret=interpret))
+    return jnp.concatenate(parts, axis=-2 if (name == "lhs") != p.transpose_out else -1)
+
+
 def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
     """The grouped product of two quantized operands: [*B, g, k, n], or [*B, g, n, k].
 
@@ -247,6 +260,7 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
         out_dtype=out_dtype,
         rows=rows,
         scales=scales,
+        batches=math.prod(batch),
     )
     tiles = choose_tiles(problem, chip)
     if tiles is None:
@@ -272,6 +286,9 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
     p_width, q_width = (y.shape[-1] for y in arrays)
     tile_count = -(-p_width // tiles.tp) * -(-q_width // tiles.tq)
     count = math.prod(batch)
+    length = blocks * tile_count + g  # of the tables of one batch element
+    if tile_count > 1 and length > MAX_TABLE:
+        return _halves(x, p, chip, interpret)
     call = functools.partial(
         _call,
         c,
@@ -281,7 +298,7 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
         transpose=p.transpose_out,
         interpret=interpret,
     )
-    if count == 1 or count * blocks * tile_count <= _MAX_VISITS:
+    if count == 1 or count * length <= MAX_TABLE:
         out = call(count * blocks, starts, ends, maps, expected=rows)
     else:
         each = jax.tree.map(lambda y: y.reshape(count, g), (starts, ends, *maps))

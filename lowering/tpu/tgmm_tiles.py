@@ -13,6 +13,8 @@ ALIGN = 32  # rows of the widest packing (four float8 rows in each 32-bit word, 
 SHORT = 256  # slab rows of a short block
 TAIL = 128  # slab rows of a short block that goes with the one before it
 CHUNK = 1024  # rows and columns of the output that one product makes, at most
+MXU_COLUMNS = 512  # columns of the output that fill the MXUs of a core
+MAX_TABLE = 22000  # visits of one call: of each up to eleven int32 values lie in SMEM, 1 MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,16 +75,21 @@ def product_shape(tp: int, tq: int) -> tuple[int, int]:
     be large.
     """
 
-    def part(width, limit):
+    def part(width, limit, units):
         whole = width // LANES
-        return max(d for d in range(1, whole + 1) if whole % d == 0 and d * LANES <= limit) * LANES
+        parts = [d for d in range(1, whole + 1) if whole % d == 0 and d * LANES <= limit]
+        for unit in units:
+            if fitting := [d for d in parts if d * LANES % unit == 0]:
+                return fitting[-1] * LANES
+        raise ValueError(f"{width} columns have no part of at most {limit}")
 
-    cp, cq = part(tp, CHUNK), part(tq, CHUNK)
+    columns = (MXU_COLUMNS, MXU_COLUMNS // 2, LANES)
+    cp, cq = part(tp, CHUNK, (LANES,)), part(tq, CHUNK, columns)
     if (cp, cq) == (tp, tq):
         if cq > cp or cp == LANES:
-            cq = part(tq, max(tq // 2, LANES))
+            cq = part(tq, max(tq // 2, LANES), columns)
         else:
-            cp = part(tp, max(tp // 2, LANES))
+            cp = part(tp, max(tp // 2, LANES), (LANES,))
     return cp, cq
 
 
@@ -98,6 +105,7 @@ class Problem:
       out_dtype: the output's dtype.
       rows: rows expected to be valid.
       scales: whether a and whether b have scales of their own per row block.
+      batches: batch elements, which the groups belong to.
     """
 
     m: int
@@ -111,6 +119,7 @@ class Problem:
     out_dtype: object
     rows: int
     scales: tuple[bool, bool]
+    batches: int = 1
 
     @property
     def whole(self) -> int:
@@ -151,8 +160,10 @@ def _fit(x: Problem, budget: int, block: int, resident_b: bool, ts: int, tr: int
     fixed += 2 * tp * tq * x.out_bytes + (tp * tq * 4 if accumulate else 0)
     # one product and its operands as Mosaic may spell them out
     cp, cq = product_shape(tp, tq)
-    fixed += 4 * cp * cq
-    fixed += (3 if x.slab_bytes == 4 else 1) * (cp + cq) * block * x.slab_bytes
+    product = 4 * cp * cq
+    product += (3 if x.slab_bytes == 4 else 1) * (cp + cq) * block * x.slab_bytes
+    # or, where it is small, the float32 strips of 128 columns that are quantized together
+    fixed += max(product, 6 * block * LANES * 4)
     fixed += (window + 2 * LANES) * 4 * LANES + (1 << 20)
     a_column = 2 * tp * LANES * 4 if x.scales[0] else 0
     b_row = 2 * tq * 8 * 4 if x.scales[1] else 0
@@ -171,7 +182,9 @@ def _cost(x: Problem, t: Tiles, chip: Chip) -> float:
     n_s, n_r = -(-s_width // t.ts), -(-r_width // t.tr)
     r_reads = 1 if per_group <= t.slots else n_s
     vector = x.rows * (s_width * n_r + r_width * r_reads) / 400
+    _, cq = product_shape(t.tp, t.tq)
     mxu = 2 * x.rows * n_s * t.ts * n_r * t.tr / chip.mxu_flops_per_cycle
+    mxu *= round_up(cq, MXU_COLUMNS) / cq
     moved = x.rows * (s_width * n_r * s_bytes + r_width * r_reads * r_bytes)
     hbm = (moved + x.groups * x.p * x.q * x.out_bytes) / chip.hbm_bytes_per_cycle
     visits = (per_group * x.groups) * n_s * n_r
@@ -179,9 +192,19 @@ def _cost(x: Problem, t: Tiles, chip: Chip) -> float:
     return cost + visits * t.tp * t.tq / 512  # the accumulator's loads and stores
 
 
+def _excess(x: Problem, t: Tiles) -> int:
+    """Length of the tables of one batch element, where they would not fit SMEM; else 0."""
+    groups, tiles = x.groups // x.batches, -(-x.p // t.tp) * -(-x.q // t.tq)
+    length = tiles * (x.m // t.block + groups) + groups
+    return length if length > MAX_TABLE else 0
+
+
 def choose_tiles(x: Problem, chip: Chip) -> Tiles | None:
-    """The cheapest tiles that fit the chip's VMEM by an estimate, or None."""
-    budget = int(chip.vmem_bytes * 0.92)
+    """The cheapest tiles that fit the chip's VMEM by an estimate, or None.
+
+    Where all that fit have too many visits for the tables of one call, those with the fewest.
+    """
+    budget = int(chip.vmem_bytes * 0.955)
     fitting = (_fit(x, budget, *cut) for cut in _candidates(x))
-    key = lambda t: (_cost(x, t, chip), -t.ts * t.tr)
+    key = lambda t: (_excess(x, t), _cost(x, t, chip), -t.ts * t.tr)
     return min((t for t in fitting if t is not None), key=key, default=None)
