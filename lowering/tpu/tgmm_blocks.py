@@ -268,12 +268,3 @@ def make_tables(c: Config, starts, ends, limit: int):
         ),
         hold_s,
     )
-
-
-def loop_from(lower, upper, body):
-    def one(i):
-        body(i)
-        return i + _I32(1)
-
-    # A while loop with an int32 counter: that of fori_loop is an int64 where x64 is on.
-    lax.while_loop(lambda i: i < upper, one, jnp.asarray(lower, jnp.int32))

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 
 from fp8moe_prims.lowering import numerics
 from fp8moe_prims.lowering.tpu import dots
-from fp8moe_prims.lowering.tpu.layout import LANES, as_column
+from fp8moe_prims.lowering.tpu.layout import LANES, as_column, loop_from
 from fp8moe_prims.lowering.tpu.tgmm_blocks import (
     FULL,
     SHARED,
@@ -38,7 +38,6 @@ from fp8moe_prims.lowering.tpu.tgmm_blocks import (
     TOGETHER,
     Config,
     Tables,
-    loop_from,
 )
 from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, SHORT, TAIL, product_shape
 from fp8moe_prims.lowering.tpu.tgmm_windows import (

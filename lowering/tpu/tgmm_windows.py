@@ -13,8 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from fp8moe_prims.lowering import numerics
 from fp8moe_prims.lowering.tpu import dots, layout
-from fp8moe_prims.lowering.tpu.layout import LANES
-from fp8moe_prims.lowering.tpu.tgmm_blocks import Block, Config, Side, loop_from
+from fp8moe_prims.lowering.tpu.layout import LANES, loop_from
+from fp8moe_prims.lowering.tpu.tgmm_blocks import Block, Config, Side
 from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, SHORT, TAIL
 
 _I32 = np.int32
