@@ -39,7 +39,7 @@ from fp8moe_prims.lowering.tpu.tgmm_blocks import (
     Config,
     Tables,
 )
-from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, SHORT, TAIL, product_shape
+from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, MXU_COLUMNS, SHORT, TAIL
 from fp8moe_prims.lowering.tpu.tgmm_windows import (
     Source,
     clean,
@@ -71,7 +71,9 @@ def _product(c: Config, a: Operand, b: Operand, out, lengths, acc=None, is_first
     ``lengths``: [(first slab row, rows, index of the scales)] of the parts.
     """
     tp, tq = out.shape
-    cp, cq = product_shape(tp, tq)
+    cp, cq = c.tiles.product
+    if len(lengths) > 1 and cq % (2 * MXU_COLUMNS) == 0:
+        cq //= 2  # the sum of two products takes more registers
     fixed = np.float32(1.0)
     for side in (c.a, c.b):
         if side.bound is not None and side.qdtype is not None:
@@ -321,7 +323,7 @@ class _Visit:
         """Whether the windows are quantized under the product: a group's only, full block."""
         c, done = self.c, self.done
         full = self.new.is_kind(FULL)
-        if not c.max_base or product_shape(c.tiles.tp, c.tiles.tq) == (c.tiles.tp, c.tiles.tq):
+        if not c.max_base or c.tiles.product == (c.tiles.tp, c.tiles.tq):
             return jnp.zeros_like(full)
         fused = full & (self.v > _I32(0)) & done.single & done.is_kind(FULL, SHARED)
         return fused & self.next.is_kind(FULL) if c.n_s > 1 else fused

@@ -12,7 +12,6 @@ from fp8moe_prims.lowering.tpu.layout import LANES, round_up
 ALIGN = 32  # rows of the widest packing (four float8 rows in each 32-bit word, eight sublanes)
 SHORT = 256  # slab rows of a short block
 TAIL = 128  # slab rows of a short block that goes with the one before it
-CHUNK = 1024  # rows and columns of the output that one product makes, at most
 MXU_COLUMNS = 512  # columns of the output that fill the MXUs of a core
 MAX_TABLE = 22000  # visits of one call: of each up to eleven int32 values lie in SMEM, 1 MiB
 
@@ -28,6 +27,7 @@ class Tiles:
       resident_b: whether R is the operand b (the output's columns), else a.
       ts, tr: columns of a tile of S and of R.
       slots: row blocks in the R slab.
+      product: rows and columns of the output that one product makes.
       vmem: the estimate, in bytes.
     """
 
@@ -38,6 +38,7 @@ class Tiles:
     ts: int
     tr: int
     slots: int
+    product: tuple[int, int]
     vmem: int
 
     @property
@@ -68,11 +69,11 @@ def _widths(width: int, limit: int):
             yield lanes * LANES
 
 
-def product_shape(tp: int, tq: int) -> tuple[int, int]:
+def _product_shape(tp: int, tq: int, limit: int) -> tuple[int, int]:
     """Rows and columns of one product: equal parts of a tile, two or more of them if it has 256.
 
     A product is a program of its own, whose ends leave the MXU idle for some 250 cycles: it should
-    be large.
+    be large: ``limit`` rows and columns, at most.
     """
 
     def part(width, limit, units):
@@ -84,7 +85,7 @@ def product_shape(tp: int, tq: int) -> tuple[int, int]:
         raise ValueError(f"{width} columns have no part of at most {limit}")
 
     columns = (MXU_COLUMNS, MXU_COLUMNS // 2, LANES)
-    cp, cq = part(tp, CHUNK, (LANES,)), part(tq, CHUNK, columns)
+    cp, cq = part(tp, limit, (LANES,)), part(tq, limit, columns)
     if (cp, cq) == (tp, tq):
         if cq > cp or cp == LANES:
             cq = part(tq, max(tq // 2, LANES), columns)
@@ -105,6 +106,7 @@ class Problem:
       out_dtype: the output's dtype.
       rows: rows expected to be valid.
       scales: whether a and whether b have scales of their own per row block.
+      product: rows and columns of one product, at most.
       batches: batch elements, which the groups belong to.
     """
 
@@ -119,6 +121,7 @@ class Problem:
     out_dtype: object
     rows: int
     scales: tuple[bool, bool]
+    product: int = 512
     batches: int = 1
 
     @property
@@ -159,7 +162,7 @@ def _fit(x: Problem, budget: int, block: int, resident_b: bool, ts: int, tr: int
     fixed += 2 * slab_rows * ts * x.slab_bytes
     fixed += 2 * tp * tq * x.out_bytes + (tp * tq * 4 if accumulate else 0)
     # one product and its operands as Mosaic may spell them out
-    cp, cq = product_shape(tp, tq)
+    cp, cq = _product_shape(tp, tq, x.product)
     product = 4 * cp * cq
     product += (3 if x.slab_bytes == 4 else 1) * (cp + cq) * block * x.slab_bytes
     # or, where it is small, the float32 strips of 128 columns that are quantized together
@@ -172,7 +175,9 @@ def _fit(x: Problem, budget: int, block: int, resident_b: bool, ts: int, tr: int
     slots = int(min((budget - fixed) // slot, max(2, round_up(x.m, block) // block), 16))
     if slots < 2:
         return None
-    return Tiles(block, window, tail, resident_b, ts, tr, slots, int(fixed + slots * slot))
+    return Tiles(
+        block, window, tail, resident_b, ts, tr, slots, (cp, cq), int(fixed + slots * slot)
+    )
 
 
 def _cost(x: Problem, t: Tiles, chip: Chip) -> float:
@@ -182,7 +187,7 @@ def _cost(x: Problem, t: Tiles, chip: Chip) -> float:
     n_s, n_r = -(-s_width // t.ts), -(-r_width // t.tr)
     r_reads = 1 if per_group <= t.slots else n_s
     vector = x.rows * (s_width * n_r + r_width * r_reads) / 400
-    _, cq = product_shape(t.tp, t.tq)
+    _, cq = t.product
     mxu = 2 * x.rows * n_s * t.ts * n_r * t.tr / chip.mxu_flops_per_cycle
     mxu *= round_up(cq, MXU_COLUMNS) / cq
     moved = x.rows * (s_width * n_r * s_bytes + r_width * r_reads * r_bytes)
