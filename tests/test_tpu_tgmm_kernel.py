@@ -1,7 +1,9 @@
 """The tgmm_quant kernel for TPU: in Pallas's interpreter against a naive loop, and its tiles."""
 
+import dataclasses
 import itertools
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -189,6 +191,18 @@ class TgmmKernelTest(parameterized.TestCase):
         starts, ends = cuts[..., ::2], cuts[..., 1::2]
         got = _runner(p)(lhs, scale, dout, starts, ends)
         self._assert_close(got, _reference(lhs, scale, dout, starts, ends, p))
+
+    @parameterized.parameters((257, 43, False), (43, 257, True))
+    def test_long_tables(self, k, n, transpose):
+        """Columns are cut until the tables of each part are short enough."""
+        m = 40
+        p = _params(transpose_out=transpose, lhs_dtype=None, dout_dtype=None)
+        lhs, dout = self._normal((m, k)), self._normal((m, n), seed=1)
+        starts, ends = _ranges([17, 0, 20], [0, 0, 3])
+        tiny = dataclasses.replace(SAFE, vmem_bytes=3 << 20)
+        with mock.patch.dict(_CHIPS, tiny=tiny), mock.patch.object(kernel, "MAX_TABLE", 6):
+            got = _runner(p, "tiny")(lhs, None, dout, starts, ends)
+        self._assert_close(got, _reference(lhs, None, dout, starts, ends, p))
 
     def test_values(self):
         """A NaN or Inf shows in its channel only; a zero channel and a tiny one stay finite."""

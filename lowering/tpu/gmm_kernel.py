@@ -41,7 +41,7 @@ from fp8moe_prims.lowering.tpu.gmm_tiles import (
     Tiles,
     acc_columns,
 )
-from fp8moe_prims.lowering.tpu.layout import LANES, round_up, tree_max
+from fp8moe_prims.lowering.tpu.layout import LANES, loop_from, round_up, tree_max
 
 _I = np.int32
 
@@ -408,49 +408,56 @@ def kernel(spec: Spec, names, *refs):
 
     batch = table.get(BATCH, p)
 
-    def some_rows(start):
-        """Rows [start, start + sub) of the tile."""
-        here = pl.ds(start, t.sub)
+    def some_rows(start, count):
+        """Rows [start, start + count) of the tile."""
+        here, first = pl.ds(start, count), pl.ds(0, count)
         views = {name: refs[name].at[here, :] for name in ("lhs", "out")}
         if spec.row_scale:
             # The scales lie along the lanes; products have their rows along the sublanes.
             views["row_column"] = refs["row_column"].at[here, :]
+        if count < t.sub:
+            views |= {n: refs[n].at[first, :] for n in ("kept", "ready", "acc") if n in refs}
+            views |= {n: refs[n].at[:, first, :] for n in ("steps",) if n in refs}
         some = refs | views
         # Where other groups have rows, or tail="zero" put zeros, these come back afterwards.
-        cut = jnp.logical_or(start < low, start + _I(t.sub) > jnp.minimum(high, there))
+        cut = jnp.logical_or(start < low, start + _I(count) > jnp.minimum(high, there))
         if spec.tail != "zero":
             cut = jnp.logical_and(cut, jnp.logical_not(fresh))
         cut = jnp.logical_and(jnp.logical_and(cut, jnp.logical_not(whole)), last)
 
         @pl.when(cut)
         def _keep():
-            refs["kept"][...] = some["out"][...]
+            some["kept"][...] = some["out"][...]
 
-        _multiply(spec, kt, some, batch, last)
+        sized = dataclasses.replace(spec, t=dataclasses.replace(t, sub=count))
+        _multiply(sized, kt, some, batch, last)
 
         @pl.when(cut)
         def _restore():
-            row = jax.lax.broadcasted_iota(jnp.int32, (t.sub, t.tn), 0) + start
+            row = jax.lax.broadcasted_iota(jnp.int32, (count, t.tn), 0) + start
             mine = jnp.logical_and(row >= low, row < high)
-            some["out"][...] = _select(mine, some["out"][...], refs["kept"][...])
+            some["out"][...] = _select(mine, some["out"][...], some["kept"][...])
 
     @pl.when(own)
     def _visit():
         if spec.row_scale:
             refs["row_column"][...] = jnp.swapaxes(refs["row_scale"][...], 0, 1)
         if t.sub == t.tm:
-            some_rows(0)
+            some_rows(0, t.sub)
         else:
-            # From a row that float8 packing allows; the last run is moved back into the tile.
+            # From a row that float8 packing allows; the last run is moved back into the tile, and
+            # short where half of its rows are enough.
             begin = jnp.bitwise_and(jnp.maximum(low, _I(0)), _I(-32))
-            runs = jax.lax.div(jnp.minimum(high, there) - begin + _I(t.sub - 1), _I(t.sub))
+            short = t.sub // 2
+            left = jnp.minimum(high, there) - begin
+            runs = jax.lax.div(left + _I(short - 1), _I(t.sub))
 
-            def run(i, carry):
-                start = jnp.minimum(begin + i * _I(t.sub), _I(t.tm - t.sub))
-                some_rows(pl.multiple_of(start, 32))
-                return carry
+            def run(i, count):
+                start = jnp.minimum(begin + i * _I(t.sub), _I(t.tm - count))
+                some_rows(pl.multiple_of(start, 32), count)
 
-            jax.lax.fori_loop(_I(0), runs, run, _I(0))
+            loop_from(_I(0), runs, lambda i: run(i, t.sub))
+            pl.when(left > runs * _I(t.sub))(lambda: run(runs, short))
 
 
 def _select(mask, a, b):

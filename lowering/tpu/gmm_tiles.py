@@ -110,13 +110,28 @@ def _vmem_bytes(q: Problem, chip: Chip, tm: int, tn: int, tk: int, sub: int, ste
         total += 2 * 8 * cols * 4
     total += 2 * 8 * rows * 4 + rows * LANES * 4  # the row scale, and it as a column
     # Temporaries: a product and its sum; the f32 form of a quantization block; f32 splits.
-    total += 2 * some * round_up(step, LANES) * 4
-    total += min(some, ROWS) * min(deep, round_up(q.block_k or 1024, LANES)) * 4
+    held = 2 * some * round_up(step, LANES) * 4
+    held += min(some, ROWS) * min(deep, round_up(q.block_k or 1024, LANES)) * 4
     if q.rhs_dtype != weights:
-        total += 256 * 512 * 4
+        held += 256 * 512 * 4
     if ready == np.float32 or tn == 1:
-        total += 2 * (some + round_up(step, LANES)) * min(deep, PIECE_F32) * 4
-    return total + 2 * _MIB
+        held += 2 * (some + round_up(step, LANES)) * min(deep, PIECE_F32) * 4
+    return total + max(held, _kept_lhs(q, chip, tn, tk, sub, step)) + 2 * _MIB
+
+
+def _kept_lhs(q: Problem, chip: Chip, tn: int, tk: int, sub: int, step: int) -> int:
+    """Bytes of the lhs that stand in spilled registers while several column tiles are made.
+
+    The compiler does so for MXUs of 128 columns, and for float32 with those of 256 too; else it
+    reads the lhs from VMEM again.
+    """
+    ready = dot_dtypes(*q.mxu_dtypes, chip)[0]
+    if tn <= LANES or (chip.mxu_width > LANES and ready != np.float32):
+        return 0
+    # The contraction that all columns go through before the next part of it.
+    by_block = q.block_k is not None and acc_columns(q, tn, tk, step) == tn
+    deep = min(q.block_k, tk) if by_block else tk
+    return round_up(sub, 32) * round_up(deep, LANES) * ready.itemsize
 
 
 def acc_columns(q: Problem, tn: int, tk: int, step: int) -> int:

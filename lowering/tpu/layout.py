@@ -1,9 +1,10 @@
-"""What all kernels need to know of arrays on a TPU: lanes, rounding, columns, batches."""
+"""What all kernels need: lanes, rounding, columns, batches, loops."""
 
 import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 LANES = 128  # columns of a tile, and of a register
 
@@ -30,3 +31,14 @@ def tree_max(values):
         pairs = [jnp.maximum(values[i], values[half + i]) for i in range(half)]
         values = pairs + values[2 * half :]
     return values[0]
+
+
+def loop_from(lower, upper, body):
+    """body(i) for i in [lower, upper), int32 scalars."""
+
+    def one(i):
+        body(i)
+        return i + np.int32(1)
+
+    # A while loop with an int32 counter: that of fori_loop is an int64 where x64 is on.
+    lax.while_loop(lambda i: i < upper, one, jnp.asarray(lower, jnp.int32))

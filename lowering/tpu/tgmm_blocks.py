@@ -1,6 +1,12 @@
-"""Row blocks of the tgmm_quant kernel: which rows a visit has, and where they lie in its window."""
+"""Visits of the tgmm_quant kernel: tables that say which rows and tiles each has, made by XLA.
+
+A visit is one row block of one output tile; visits follow each other as
+
+    unit u = (batch, group)  >  R tile  >  S tile  >  row block j
+"""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +17,13 @@ from fp8moe_prims.lowering.tpu.layout import LANES, round_up
 from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, SHORT, TAIL, Tiles
 
 _I32 = np.int32
-TILE_SHIFT = 18  # code = tile << TILE_SHIFT | row block
 TOGETHER = 4  # strips that are quantized in one turn of a loop
-# What a visit does with R before its product: nothing; quantizes its window; takes the stage.
-NOTHING, DIRECT, TAKE = range(3)
+# Kinds of row blocks: no rows; 256 slab rows hold it; full; full in a window that others may share.
+EMPTY, SHORT_BLOCK, FULL, SHARED = range(4)
+# Words of the tables: `at` has a window's 32-row tile below its first strip of 128 columns, the
+# others have two halves.
+_STRIP, _HALF = 20, 16
+_SINGLE, _BEGINS, _DIRECT = 18, 19, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,24 +31,50 @@ class Side:
     """One operand of the product, statically.
 
     Attributes:
+      dtype: dtype in HBM.
       qdtype: dtype that the kernel quantizes to, or None.
       bound: half the fixed range, or None (absmax).
       slab: dtype of the slab, which the product reads.
       rowscale: whether the rows are multiplied by lhs_scale first.
       is_a: whether it is the operand a.
       resident: whether its role is R.
+      width: columns.
+      tile: columns of a tile.
     """
 
+    dtype: object
     qdtype: object
     bound: float | None
     slab: object
     rowscale: bool
     is_a: bool
     resident: bool
+    width: int
+    tile: int
 
     @property
     def scaled(self) -> bool:
         return self.qdtype is not None and self.bound is None
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.width // self.tile)
+
+    @property
+    def strip(self) -> int:
+        """Columns of a strip: of bf16, 256 fill a register with eight rows, as they lie in HBM."""
+        pairs = np.dtype(self.dtype).itemsize == 2 and self.tile % (2 * LANES) == 0
+        return 2 * LANES if pairs else LANES
+
+    @property
+    def strips(self) -> int:
+        """Strips of a tile."""
+        return self.tile // self.strip
+
+    def window(self, tile):
+        """The first 128 columns in the window of a tile: the last window ends with the array."""
+        last = -(-self.width // LANES) - self.tile // LANES
+        return jnp.minimum(tile * _I32(self.tile // LANES), _I32(last))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +87,14 @@ class Config:
     b: Side
     out_dtype: object
     chip: Chip
-    n_s: int  # tiles of S
+
+    def side(self, resident: bool) -> Side:
+        return self.a if self.a.resident == resident else self.b
+
+    @property
+    def n_s(self) -> int:
+        """Tiles of S."""
+        return self.side(False).tiles
 
     @property
     def max_base(self) -> int:
@@ -65,77 +107,164 @@ class Config:
 
     @property
     def share(self) -> int:
-        """Strips of R in one part: each S tile but the first stages one of the next pass."""
-        strips = self.tiles.tr // LANES
+        """Strips of R in one part: each S tile but the first quantizes one of the next pass."""
+        strips = self.side(True).strips
         return min(-(-strips // (self.n_s - 1)) if self.n_s > 1 else TOGETHER, strips)
 
     @property
     def parts(self) -> int:
         """Parts of R, all together."""
-        return -(-(self.tiles.tr // LANES) // self.share)
+        return -(-self.side(True).strips // self.share)
+
+
+class Tables(NamedTuple):
+    """int32 [limit] each, by visit.
+
+    unit: the unit.
+    tile: the S tile, and the R tile in the high half.
+    s_at, r_at: the windows in VMEM, see `Place`.
+    r_visit: the visit whose rows R's window holds.
+    rows, count: its row block, see `Block`.
+    slot: where in the ring its rows of R are, and whether it quantizes them itself.
+    """
+
+    unit: object
+    tile: object
+    s_at: object
+    r_at: object
+    r_visit: object
+    rows: object
+    count: object
+    slot: object
+
+    def tiles_of(self, v):
+        """The S and the R tile of visit v."""
+        tile = self.tile[v]
+        return tile & _I32((1 << _HALF) - 1), tile >> _I32(_HALF)
+
+    def slot_of(self, v):
+        return self.slot[v] & _I32((1 << _DIRECT) - 1)
+
+    def is_direct(self, v):
+        """Whether visit v quantizes R's window before its product; else it is in the ring."""
+        return self.slot[v] >= _I32(1 << _DIRECT)
+
+    def place(self, resident: bool, v):
+        """(32-row tile, 128-column strip) that a role's window begins with at visit v."""
+        at = (self.r_at if resident else self.s_at)[v]
+        return at & _I32((1 << _STRIP) - 1), at >> _I32(_STRIP)
+
+    def block(self, v):
+        """The row block of visit v."""
+        rows, count = self.rows[v], self.count[v]
+        half = _I32((1 << _HALF) - 1)
+        return Block(
+            low=rows & half,
+            tail=rows >> _I32(_HALF),
+            count=count & half,
+            kind=(count >> _I32(_HALF)) & _I32(3),
+            single=(count & _I32(1 << _SINGLE)) != _I32(0),
+            begins=(count & _I32(1 << _BEGINS)) != _I32(0),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The row block of a visit, traced int32 scalars.
+    """The row block of a visit, traced scalars.
 
     Attributes:
-      base: the 32-row tile its window starts at.
       low: its first row in the window.
       count: its rows, 0 if there is none.
       tail: rows of the short block after it that goes with it.
-      step: which row block of the group it is.
+      kind: EMPTY, SHORT_BLOCK, FULL or SHARED.
       single: whether the group has this visit only, per output tile.
+      begins: whether it is the first of its group.
     """
 
-    base: object
     low: object
     count: object
     tail: object
-    step: object
+    kind: object
     single: object
+    begins: object
 
-    def when(self, condition):
-        return dataclasses.replace(self, count=jnp.where(condition, self.count, _I32(0)))
-
-
-def row_block(c: Config, unit, code, starts, ends) -> Block:
-    """The row block that (unit, code) stand for."""
-    step = code & _I32((1 << TILE_SHIFT) - 1)
-    block = _I32(c.tiles.block)
-    first, end = starts[unit] + step * block, ends[unit]
-    count = jnp.clip(end - first, _I32(0), block)
-    rows = end - starts[unit]
-    base = jnp.minimum(first >> _I32(5), _I32(c.max_base))
-    low = first - base * _I32(ALIGN)
-    tail = jnp.where(merged(c.tiles, rows), rows - block, _I32(0))
-    single = (rows <= block) | (tail > _I32(0))
-    return Block(base, low, count, tail, step, single)
+    def is_kind(self, *kinds):
+        return sum((self.kind == _I32(k) for k in kinds[1:]), self.kind == _I32(kinds[0]))
 
 
-def merged(tiles: Tiles, rows):
+def _merged(tiles: Tiles, rows):
     """Whether a group of so many rows is one block with a short one after it, in one visit."""
     if not tiles.tail:
-        return jnp.zeros_like(rows, bool) if hasattr(rows, "shape") else False
+        return jnp.zeros_like(rows, bool)
     return (rows > _I32(tiles.block)) & (rows <= _I32(tiles.block + TAIL - ALIGN))
 
 
-def kinds_of(c: Config, block: Block):
-    """Whether a row block is short (256 slab rows hold it), full, or full in a shared window."""
-    there = block.count > _I32(0)
-    short = there & (block.count <= _I32(SHORT - ALIGN))
-    if c.tiles.block <= SHORT:
-        short = jnp.zeros_like(there)
+def make_tables(c: Config, starts, ends, limit: int):
+    """The visits of units with rows [starts, ends), int32 [units] each.
+
+    Returns (how many there are, fewer than limit; Tables; the last visit up to each one that
+    fetches an S window, where the pipeline stays while nothing new is needed).
+    """
+    tiles, s, r = c.tiles, c.side(False), c.side(True)
+    n_s, n_r = s.tiles, r.tiles
+    rows = jnp.maximum(ends - starts, _I32(0))
+    merge = _merged(tiles, rows)
+    blocks = (rows + _I32(tiles.block - 1)) // _I32(tiles.block)  # [units]
+    blocks = jnp.where(merge, _I32(1), blocks)
+    steps = jnp.maximum(blocks, _I32(1))
+    last = jnp.cumsum(steps * _I32(n_s * n_r), dtype=np.int32)
+    cached = blocks <= _I32(tiles.slots)
+    writes = blocks * jnp.where(cached, _I32(n_r), _I32(n_r * n_s))
+    used = jnp.cumsum(writes, dtype=np.int32) - writes
+    v = lax.iota(np.int32, limit)
+    unit = jnp.searchsorted(last, v, side="right", method="scan_unrolled").astype(np.int32)
+    unit = jnp.minimum(unit, _I32(starts.shape[0] - 1))
+    take = lambda x, at=unit: jnp.take(x, at, axis=0, mode="clip")
+    local = v - take(last - steps * _I32(n_s * n_r))
+    step = take(steps)
+    tile, j = local // step, local % step
+    s_tile, r_tile = tile % _I32(n_s), tile // _I32(n_s)
+    total = jnp.minimum(last[-1], _I32(limit - 1))
+    real = (take(blocks) > _I32(0)) & (v < total)
+    hold_s = lax.cummax(jnp.where(real, v, _I32(0)))
+
+    # A pass (unit, R tile) quantizes the first row block of the next one, which begins at
+    # ``after``, into the ring beside its own.
+    fresh = real & ((s_tile == _I32(0)) | ~take(cached))
+    slot = jnp.where(take(cached), r_tile * step + j, local) + take(used)
+    begins = real & (s_tile == _I32(0)) & (j == _I32(0))
+    far = _I32(limit)
+    after = lax.cummin(jnp.where(begins, v, far), reverse=True)
+    after = jnp.concatenate([after[1:], jnp.full((1,), far)])
+    room = take(blocks) < _I32(tiles.slots)
+    ahead = real & room & (after < far) & (s_tile > _I32(0))
+    direct = fresh & ~(begins & (lax.cummax(jnp.where(ahead, after, _I32(-1))) == v))
+    r_visit = lax.cummax(jnp.where(direct, v, jnp.where(ahead, after, _I32(0))))
+
+    first = take(starts) + j * _I32(tiles.block)
+    count = jnp.where(real, jnp.clip(take(ends) - first, _I32(0), _I32(tiles.block)), _I32(0))
+    base = jnp.minimum(first >> _I32(5), _I32(c.max_base))
+    tail = jnp.where(take(merge), take(rows) - _I32(tiles.block), _I32(0))
+    single = (take(rows) <= _I32(tiles.block)) | take(merge)
     # Other row blocks may begin in the same window: it must stay as it is.
-    shared = (block.base >= _I32(c.max_base)) | (block.count < _I32(ALIGN))
-    long = there & jnp.logical_not(short)
-    return short, long & jnp.logical_not(shared), long & shared
-
-
-def loop_from(lower, upper, body):
-    def one(i):
-        body(i)
-        return i + _I32(1)
-
-    # A while loop with an int32 counter: that of fori_loop is an int64 where x64 is on.
-    lax.while_loop(lambda i: i < upper, one, jnp.asarray(lower, jnp.int32))
+    shared = (base >= _I32(c.max_base)) | (count < _I32(ALIGN))
+    kind = jnp.where(shared, _I32(SHARED), _I32(FULL))
+    if tiles.block > SHORT:
+        kind = jnp.where(count <= _I32(SHORT - ALIGN), _I32(SHORT_BLOCK), kind)
+    kind = jnp.where(count > _I32(0), kind, _I32(EMPTY))
+    flags = single.astype(np.int32) << _I32(_SINGLE) | (j == _I32(0)).astype(np.int32) << _BEGINS
+    direct = direct.astype(np.int32) << _I32(_DIRECT)
+    return (
+        total,
+        Tables(
+            unit=unit,
+            tile=s_tile | (r_tile << _I32(_HALF)),
+            s_at=take(base | (s.window(s_tile) << _I32(_STRIP)), hold_s),
+            r_at=take(base | (r.window(r_tile) << _I32(_STRIP)), r_visit),
+            r_visit=r_visit,
+            rows=(first - base * _I32(ALIGN)) | (tail << _I32(_HALF)),
+            count=count | (kind << _I32(_HALF)) | flags,
+            slot=(slot % _I32(tiles.slots)) | direct,
+        ),
+        hold_s,
+    )

@@ -4,9 +4,8 @@ Visit v multiplies the slabs of visit v - 1 while it quantizes its own windows:
 
     S slab   [2, rows, ts]      by the visit's parity
     R ring   [slots, rows, tr]  a pass (unit, R tile) of at most ``slots`` row blocks is quantized
-                                during its first S tile only and read from here in the others
-    R stage  [rows, tr]         the first row block of the next pass, a part of it per S tile of
-                                this one; copied to the ring when that pass begins
+                                once and read from here for every S tile; the first row block of the
+                                next pass joins it, a part at each S tile but the first
     scales   of a: [.., 2, tp, 128], a column, equal in all lanes; of b: [.., 2, 1, tq]; the second
              of the two belongs to the short block in the slab's last rows
     acc      [tp, tq] float32   sum over the row blocks of a group of more than one visit
@@ -31,19 +30,16 @@ from jax.experimental import pallas as pl
 
 from fp8moe_prims.lowering import numerics
 from fp8moe_prims.lowering.tpu import dots
-from fp8moe_prims.lowering.tpu.layout import LANES, as_column
+from fp8moe_prims.lowering.tpu.layout import LANES, as_column, loop_from
 from fp8moe_prims.lowering.tpu.tgmm_blocks import (
-    DIRECT,
-    NOTHING,
-    TILE_SHIFT,
+    FULL,
+    SHARED,
+    SHORT_BLOCK,
     TOGETHER,
-    Block,
     Config,
-    kinds_of,
-    loop_from,
-    row_block,
+    Tables,
 )
-from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, CHUNK, SHORT, TAIL, chunk_width
+from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, MXU_COLUMNS, SHORT, TAIL
 from fp8moe_prims.lowering.tpu.tgmm_windows import (
     Source,
     clean,
@@ -75,7 +71,9 @@ def _product(c: Config, a: Operand, b: Operand, out, lengths, acc=None, is_first
     ``lengths``: [(first slab row, rows, index of the scales)] of the parts.
     """
     tp, tq = out.shape
-    cp, cq = chunk_width(tp, CHUNK), chunk_width(tq, CHUNK)
+    cp, cq = c.tiles.product
+    if len(lengths) > 1 and cq % (2 * MXU_COLUMNS) == 0:
+        cq //= 2  # the sum of two products takes more registers
     fixed = np.float32(1.0)
     for side in (c.a, c.b):
         if side.bound is not None and side.qdtype is not None:
@@ -149,27 +147,29 @@ def _run(count, body, together=1):
 class _Visit:
     """One visit, with its refs at hand."""
 
-    def __init__(self, c: Config, shifts, tables, operands, out, scratch):
-        self.c, self.operands, self.out, self.scratch = c, operands, out, scratch
-        unit, code, self.slot, _, self.hold_r, self.task, starts, ends = tables[:8]
-        v, visits = pl.program_id(0), pl.num_programs(0) - 1
-        self.v, self.code = v, code
-        self.sides = {side.resident: side for side in (c.a, c.b)}  # by role: R, S
-        get = lambda w: row_block(c, unit[w], code[w], starts, ends)
+    def __init__(self, c: Config, tables: Tables, operands, out, scratch):
+        self.c, self.tables = c, tables
+        self.operands, self.out, self.scratch = operands, out, scratch
+        self.v = v = pl.program_id(0)
         self.old = jnp.maximum(v - _I32(1), _I32(0))
-        self.done = get(self.old)  # the visit whose product this is
-        self.new = get(v).when(v < visits)
-        self.r_visit = self.hold_r[v]
-        self.next = get(self.r_visit)  # what R's window holds
-        self.r_kinds = kinds_of(c, self.next)
-        self.shifts = {False: shifts[False](code[v]), True: shifts[True](code[self.r_visit])}
+        self.done = tables.block(self.old)  # the visit whose product this is
+        self.new = tables.block(v)
+        self.r_visit = tables.r_visit[v]
+        self.next = tables.block(self.r_visit)  # what R's window holds
+        self.s_tile, _ = tables.tiles_of(v)
+        self.direct = tables.is_direct(v)
 
     def source(self, role) -> Source:
+        side, v = self.c.side(role), self.v
         block = self.next if role else self.new
-        rowscale = None
-        if self.sides[role].rowscale:
-            rowscale = self.scratch["rowscale"], (block.base & _I32(3)) * _I32(ALIGN)
-        return Source(self.sides[role], self.operands[role], rowscale, block, self.shifts[role])
+        base, strip = self.tables.place(role, v)
+        rowscale, shift = None, _I32(0)
+        if side.rowscale:
+            rowscale = self.scratch["rowscale"], (base & _I32(3)) * _I32(ALIGN)
+        if side.width % side.tile:
+            tile = self.tables.tiles_of(self.r_visit if role else v)[role]
+            shift = tile * _I32(side.tile) - strip * _I32(LANES)
+        return Source(side, self.operands[role], rowscale, block, shift)
 
     def operand(self, role, index) -> Operand:
         """The slab of a role with an index: S by parity, R by slot."""
@@ -177,45 +177,63 @@ class _Visit:
         scales = None if scales is None else scales.at[index]
         return Operand(self.scratch["slab", role].at[index], scales)
 
+    def target(self, role) -> Operand:
+        """Where a role's window goes."""
+        return self.operand(role, self.tables.slot_of(self.r_visit) if role else self.v & _I32(1))
+
     # -- windows
 
     def shape_window(self, role):
         """Turns the row scales, and cleans a full block's window."""
-        source = self.source(role)
+        source, c = self.source(role), self.c
+        block, scaled = source.block, source.side.rowscale
         columns = self.scratch["rowscale"]
-        if source.side.rowscale:
-            for i in range(columns.shape[0] // LANES):
-                part = pl.ds(i * LANES, LANES)
-                columns[part, :] = as_column(self.operands["rowscale"][:, part])
-        block, c = source.block, self.c
-        _, full, _ = kinds_of(c, block)
         ready = (block.count == _I32(c.tiles.block)) & (block.low == _I32(0))
         if c.tiles.tail:
             ready = ready & (block.tail == _I32(0))
+        unclean = block.is_kind(FULL) & jnp.logical_not(ready)
+        # The scales of S serve all tiles of a group that has one row block.
+        again = jnp.zeros_like(unclean)
+        if scaled and not role:
+            again = (self.s_tile > _I32(0)) & block.single
 
-        @pl.when(full & jnp.logical_not(ready))
+        @pl.when(jnp.logical_not(again))
         def _():
-            clean(c, source.window, block)
-            if source.side.rowscale:
-                clean(c, columns, block, source.rowscale[1])
+            if scaled:
+                for i in range(columns.shape[0] // LANES):
+                    part = pl.ds(i * LANES, LANES)
+                    columns[part, :] = as_column(self.operands["rowscale"][:, part])
+                pl.when(unclean)(lambda: clean(c, columns, block, source.rowscale[1]))
 
-    def quantize_tasks(self, role, target: Operand):
+        pl.when(unclean)(lambda: clean(c, source.window, block))
+
+    def quantize_tasks(self, role):
         """(measure, write) of a clean window's strips."""
         c, source, inverse = self.c, self.source(role), self.scratch["inverse", role]
+        target = self.target(role)
         return (
             measure(c, source, full_rows, target.scales, inverse),
             write(c, source, full_rows, target.slab, inverse),
         )
 
-    def quantize(self, role, target: Operand, kinds, loop):
-        """Quantizes a role's window into a slab; ``loop(strip)`` runs over the strips."""
+    def quantize(self, role, fused, some, loop):
+        """Quantizes a role's window into its slab; ``loop(strip)`` runs over the strips.
+
+        Only the short block after a full one where the rest is quantized under the product, and
+        nothing at all unless ``some``.
+        """
         c, source, inverse = self.c, self.source(role), self.scratch["inverse", role]
-        short = short_rows if c.tiles.block > SHORT else None
-        ways = [short, full_rows if c.max_base else None, masked_rows]
-        ways.append(tail_rows if c.max_base and c.tiles.tail else None)
-        for which, rows_of in zip(kinds, ways, strict=True):
-            if rows_of is None:
-                continue
+        block, target = source.block, self.target(role)
+        apart = some & jnp.logical_not(fused)
+        ways = [(apart & block.is_kind(SHARED), masked_rows)]
+        if c.tiles.block > SHORT:
+            ways.append((apart & block.is_kind(SHORT_BLOCK), short_rows))
+        if c.max_base:
+            full = block.is_kind(FULL)
+            ways.append((apart & full, full_rows))
+            if c.tiles.tail:
+                ways.append((some & full & (block.tail > _I32(0)), tail_rows))
+        for which, rows_of in ways:
 
             @pl.when(which)
             def _(rows_of=rows_of):
@@ -224,54 +242,17 @@ class _Visit:
                     loop(measure(c, source, rows_of, target.scales, inverse))
                 loop(write(c, source, rows_of, target.slab, inverse))
 
-    # -- R
-
-    def stage_parts(self, lower, upper, fused):
-        """Quantizes the parts [lower, upper) of R's window into the stage.
-
-        Only the short block after a full one where the rest is quantized under the product.
-        """
-        share, last = self.c.share, self.c.tiles.tr // LANES - 1
-
-        def loop(strip):
-            def part(i):
-                for j in range(share):  # several at once, for the scheduler
-                    strip(jnp.minimum(i * _I32(share) + _I32(j), _I32(last)))
-
-            loop_from(lower, upper, part)
-
-        stage = Operand(self.scratch["stage"], self.scratch["stage_scale"])
-        self.quantize(True, stage, self.ways(self.r_kinds, self.next, fused, upper > lower), loop)
-
-    def ways(self, kinds, block: Block, fused, some=True):
-        """Which of the ways of `quantize` a window takes, given whether it is fused."""
-        apart = some & jnp.logical_not(fused)
-        return [*(which & apart for which in kinds), kinds[1] & (block.tail > _I32(0)) & some]
-
-    def take_stage(self):
-        slot = self.slot[self.v]
-        ring = self.operand(True, slot)
-        stage = Operand(self.scratch["stage"], self.scratch["stage_scale"])
-
-        def piece(i):
-            rows = pl.ds(pl.multiple_of(i * _I32(ALIGN), ALIGN), ALIGN)
-            ring.slab[rows, :] = stage.slab[rows, :]
-
-        loop_from(0, _I32(self.c.tiles.rows // ALIGN), piece)
-        if stage.scales is not None:
-            ring.scales[...] = stage.scales[...]
-
     def part_range(self):
         """The parts [lower, upper) of R that this visit quantizes."""
         c = self.c
         lower = _I32(0)
-        upper = jnp.where(self.task[self.v] == _I32(DIRECT), _I32(c.parts), _I32(0))
+        upper = jnp.where(self.direct, _I32(c.parts), _I32(0))
         if c.n_s > 1:
-            part = ((self.code[self.v] >> _I32(TILE_SHIFT)) % _I32(c.n_s)) - _I32(1)
-            staging = (part >= _I32(0)) & (part < _I32(c.parts)) & (self.r_visit > self.v)
-            staging = staging & (self.new.count > _I32(0)) & (self.new.step == _I32(0))
-            lower = jnp.where(staging, part, lower)
-            upper = jnp.where(staging, part + _I32(1), upper)
+            part = self.s_tile - _I32(1)
+            ahead = (part >= _I32(0)) & (part < _I32(c.parts)) & (self.r_visit > self.v)
+            ahead = ahead & (self.new.count > _I32(0)) & self.new.begins
+            lower = jnp.where(ahead, part, lower)
+            upper = jnp.where(ahead, part + _I32(1), upper)
         return lower, upper
 
     def product(self, lengths, with_acc):
@@ -279,92 +260,90 @@ class _Visit:
         c = self.c
         slabs = {
             False: self.operand(False, self.old & _I32(1)),
-            True: self.operand(True, self.slot[self.old]),
+            True: self.operand(True, self.tables.slot_of(self.old)),
         }
         a, b = slabs[c.a.resident], slabs[c.b.resident]
         if not with_acc:
             return _product(c, a, b, self.out, lengths)
         # A float32 output block is its own accumulator.
         acc = self.out if self.scratch["acc"] is None else self.scratch["acc"]
-        return _product(c, a, b, self.out, lengths, acc, self.done.step == _I32(0))
+        return _product(c, a, b, self.out, lengths, acc, self.done.begins)
 
     def products(self):
-        """[(which products, lengths, whether the accumulator takes part)]"""
+        """[(which products, lengths, with the accumulator or not, fusable or not)]"""
         c, done = self.c, self.done
-        short, full, masked = kinds_of(c, done)
         started = self.v > _I32(0)
-        long = started & (full | masked)
+        long = started & done.is_kind(FULL, SHARED)
         whole = [(0, c.tiles.block, 0)]
         kinds, plain = [], long & done.single
         if c.tiles.tail:
             tail = done.tail > _I32(0)
-            kinds.append((plain & tail, [*whole, (c.tiles.block, TAIL, 1)], False))
+            kinds.append((plain & tail, [*whole, (c.tiles.block, TAIL, 1)], False, True))
             plain = plain & jnp.logical_not(tail)
-        kinds.append((plain, whole, False))
+        kinds.append((plain, whole, False, True))
         if c.several:
-            kinds.append((long & jnp.logical_not(done.single), whole, True))
+            kinds.append((long & jnp.logical_not(done.single), whole, True, False))
         if c.tiles.block > SHORT:
-            kinds.append((started & short, [(0, SHORT, 0)], c.several))
+            kinds.append((started & done.is_kind(SHORT_BLOCK), [(0, SHORT, 0)], c.several, False))
         return kinds
 
     def run(self):
         c, v, new, done = self.c, self.v, self.new, self.done
-        kinds = kinds_of(c, new)
         pl.when(new.count > _I32(0))(lambda: self.shape_window(False))
-        changed = (v == _I32(0)) | (self.r_visit != self.hold_r[self.old])
+        changed = (v == _I32(0)) | (self.r_visit != self.tables.r_visit[self.old])
         pl.when(changed & (self.next.count > _I32(0)))(lambda: self.shape_window(True))
 
-        fused = self.can_fuse(kinds[1])
-        self.stage_parts(*self.part_range(), fused & (self.task[v] != _I32(DIRECT)))
-        pl.when(self.task[v] != _I32(NOTHING))(self.take_stage)
+        fused = self.can_fuse()
+        lower, upper = self.part_range()
+        share, last = c.share, c.side(True).strips - 1
 
-        target = self.operand(False, v & _I32(1))
-        for which, lengths, with_acc in self.products():
+        def parts(strip):
+            def part(i):
+                for j in range(share):  # several at once, for the scheduler
+                    strip(jnp.minimum(i * _I32(share) + _I32(j), _I32(last)))
+
+            loop_from(lower, upper, part)
+
+        self.quantize(True, fused & jnp.logical_not(self.direct), upper > lower, parts)
+
+        for which, lengths, with_acc, fusable in self.products():
             product = self.product(lengths, with_acc)
-            if not with_acc and lengths[0][1] > SHORT and product[0] > 1 and c.max_base:
+            if fusable and c.max_base and product[0] > 1:
                 pl.when(which & fused)(
-                    lambda product=product: _run_under(product, *self.vector_tasks(target))
+                    lambda product=product: _run_under(product, *self.vector_tasks(lower))
                 )
                 which = which & jnp.logical_not(fused)
             pl.when(which)(lambda product=product: _run(*product))
         empty = (v > _I32(0)) & (done.count <= _I32(0))
         pl.when(empty)(lambda: self.out.__setitem__(..., jnp.zeros_like(self.out)))
-        strips = c.tiles.ts // LANES
-        ways = self.ways(kinds, new, fused)
-        self.quantize(False, target, ways, lambda strip: _run(strips, strip, TOGETHER))
+        strips = lambda strip: _run(c.side(False).strips, strip, TOGETHER)
+        self.quantize(False, fused, new.count > _I32(0), strips)
 
-    def can_fuse(self, full):
+    def can_fuse(self):
         """Whether the windows are quantized under the product: a group's only, full block."""
         c, done = self.c, self.done
-        if (
-            not c.max_base
-            or (c.tiles.tp // chunk_width(c.tiles.tp, CHUNK))
-            * (c.tiles.tq // chunk_width(c.tiles.tq, CHUNK))
-            < 2
-        ):
+        full = self.new.is_kind(FULL)
+        if not c.max_base or c.tiles.product == (c.tiles.tp, c.tiles.tq):
             return jnp.zeros_like(full)
-        long = done.count > _I32(SHORT - ALIGN if c.tiles.block > SHORT else 0)
-        fused = full & (self.v > _I32(0)) & done.single & long
-        return fused & self.r_kinds[1] if c.n_s > 1 else fused
+        fused = full & (self.v > _I32(0)) & done.single & done.is_kind(FULL, SHARED)
+        return fused & self.next.is_kind(FULL) if c.n_s > 1 else fused
 
-    def vector_tasks(self, target):
-        """(measures, writes), [(strips, body)] each: S's window, and a part of R's."""
+    def vector_tasks(self, lower):
+        """(measures, writes), [(strips, body)] each: S's window, and R's from part ``lower``."""
         c = self.c
         measures, writes = [], []
-        tasks = [(False, target, c.tiles.ts // LANES, _I32(0))]
+        tasks = [(False, c.side(False).strips, _I32(0))]
         if c.n_s > 1:
-            stage = Operand(self.scratch["stage"], self.scratch["stage_scale"])
-            tasks.append((True, stage, c.share, self.part_range()[0] * _I32(c.share)))
-        for role, where, strips, first in tasks:
-            width = c.tiles.tr if role else c.tiles.ts
-            last = _I32(width // LANES - 1)
-            tasks_of = self.quantize_tasks(role, where)
+            tasks.append((True, c.share, lower * _I32(c.share)))
+        for role, strips, first in tasks:
+            last = _I32(c.side(role).strips - 1)
+            tasks_of = self.quantize_tasks(role)
             at = lambda i, first=first, last=last: jnp.minimum(first + i, last)
-            if self.sides[role].scaled:
+            if c.side(role).scaled:
                 measures.append((strips, lambda i, f=tasks_of[0], at=at: f(at(i))))
             writes.append((strips, lambda i, f=tasks_of[1], at=at: f(at(i))))
         return measures, writes
 
 
-def kernel(c: Config, shifts, tables, operands, out, scratch):
-    _Visit(c, shifts, tables, operands, out, scratch).run()
+def kernel(c: Config, tables, operands, out, scratch):
+    _Visit(c, tables, operands, out, scratch).run()

@@ -12,7 +12,8 @@ from fp8moe_prims.lowering.tpu.layout import LANES, round_up
 ALIGN = 32  # rows of the widest packing (four float8 rows in each 32-bit word, eight sublanes)
 SHORT = 256  # slab rows of a short block
 TAIL = 128  # slab rows of a short block that goes with the one before it
-CHUNK = 512  # rows and columns of the output that one product makes, at most
+MXU_COLUMNS = 512  # columns of the output that fill the MXUs of a core
+MAX_TABLE = 22000  # visits of one call: of each up to eleven int32 values lie in SMEM, 1 MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Tiles:
       resident_b: whether R is the operand b (the output's columns), else a.
       ts, tr: columns of a tile of S and of R.
       slots: row blocks in the R slab.
+      product: rows and columns of the output that one product makes.
       vmem: the estimate, in bytes.
     """
 
@@ -36,6 +38,7 @@ class Tiles:
     ts: int
     tr: int
     slots: int
+    product: tuple[int, int]
     vmem: int
 
     @property
@@ -66,10 +69,29 @@ def _widths(width: int, limit: int):
             yield lanes * LANES
 
 
-def chunk_width(width: int, limit: int) -> int:
-    """The largest divisor of ``width`` that is a multiple of 128 and at most ``limit``."""
-    whole = width // LANES
-    return max(d for d in range(1, whole + 1) if whole % d == 0 and d * LANES <= limit) * LANES
+def _product_shape(tp: int, tq: int, limit: int) -> tuple[int, int]:
+    """Rows and columns of one product: equal parts of a tile, two or more of them if it has 256.
+
+    A product is a program of its own, whose ends leave the MXU idle for some 250 cycles: it should
+    be large: ``limit`` rows and columns, at most.
+    """
+
+    def part(width, limit, units):
+        whole = width // LANES
+        parts = [d for d in range(1, whole + 1) if whole % d == 0 and d * LANES <= limit]
+        for unit in units:
+            if fitting := [d for d in parts if d * LANES % unit == 0]:
+                return fitting[-1] * LANES
+        raise ValueError(f"{width} columns have no part of at most {limit}")
+
+    columns = (MXU_COLUMNS, MXU_COLUMNS // 2, LANES)
+    cp, cq = part(tp, limit, (LANES,)), part(tq, limit, columns)
+    if (cp, cq) == (tp, tq):
+        if cq > cp or cp == LANES:
+            cq = part(tq, max(tq // 2, LANES), columns)
+        else:
+            cp = part(tp, max(tp // 2, LANES), (LANES,))
+    return cp, cq
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +106,8 @@ class Problem:
       out_dtype: the output's dtype.
       rows: rows expected to be valid.
       scales: whether a and whether b have scales of their own per row block.
+      product: rows and columns of one product, at most.
+      batches: batch elements, which the groups belong to.
     """
 
     m: int
@@ -97,6 +121,8 @@ class Problem:
     out_dtype: object
     rows: int
     scales: tuple[bool, bool]
+    product: int = 512
+    batches: int = 1
 
     @property
     def whole(self) -> int:
@@ -136,19 +162,22 @@ def _fit(x: Problem, budget: int, block: int, resident_b: bool, ts: int, tr: int
     fixed += 2 * slab_rows * ts * x.slab_bytes
     fixed += 2 * tp * tq * x.out_bytes + (tp * tq * 4 if accumulate else 0)
     # one product and its operands as Mosaic may spell them out
-    cp, cq = chunk_width(tp, CHUNK), chunk_width(tq, CHUNK)
-    fixed += 3 * 4 * cp * cq
-    fixed += (3 if x.slab_bytes == 4 else 1) * (cp + cq) * block * x.slab_bytes
+    cp, cq = _product_shape(tp, tq, x.product)
+    product = 4 * cp * cq
+    product += (3 if x.slab_bytes == 4 else 1) * (cp + cq) * block * x.slab_bytes
+    # or, where it is small, the float32 strips of 128 columns that are quantized together
+    fixed += max(product, 6 * block * LANES * 4)
     fixed += (window + 2 * LANES) * 4 * LANES + (1 << 20)
     a_column = 2 * tp * LANES * 4 if x.scales[0] else 0
     b_row = 2 * tq * 8 * 4 if x.scales[1] else 0
     fixed += 2 * (a_column if resident_b else b_row)
     slot = slab_rows * tr * x.slab_bytes + (b_row if resident_b else a_column)
-    fixed += slot  # the stage
     slots = int(min((budget - fixed) // slot, max(2, round_up(x.m, block) // block), 16))
     if slots < 2:
         return None
-    return Tiles(block, window, tail, resident_b, ts, tr, slots, int(fixed + slots * slot))
+    return Tiles(
+        block, window, tail, resident_b, ts, tr, slots, (cp, cq), int(fixed + slots * slot)
+    )
 
 
 def _cost(x: Problem, t: Tiles, chip: Chip) -> float:
@@ -158,7 +187,9 @@ def _cost(x: Problem, t: Tiles, chip: Chip) -> float:
     n_s, n_r = -(-s_width // t.ts), -(-r_width // t.tr)
     r_reads = 1 if per_group <= t.slots else n_s
     vector = x.rows * (s_width * n_r + r_width * r_reads) / 400
+    _, cq = t.product
     mxu = 2 * x.rows * n_s * t.ts * n_r * t.tr / chip.mxu_flops_per_cycle
+    mxu *= round_up(cq, MXU_COLUMNS) / cq
     moved = x.rows * (s_width * n_r * s_bytes + r_width * r_reads * r_bytes)
     hbm = (moved + x.groups * x.p * x.q * x.out_bytes) / chip.hbm_bytes_per_cycle
     visits = (per_group * x.groups) * n_s * n_r
@@ -166,9 +197,19 @@ def _cost(x: Problem, t: Tiles, chip: Chip) -> float:
     return cost + visits * t.tp * t.tq / 512  # the accumulator's loads and stores
 
 
+def _excess(x: Problem, t: Tiles) -> int:
+    """Length of the tables of one batch element, where they would not fit SMEM; else 0."""
+    groups, tiles = x.groups // x.batches, -(-x.p // t.tp) * -(-x.q // t.tq)
+    length = tiles * (x.m // t.block + groups) + groups
+    return length if length > MAX_TABLE else 0
+
+
 def choose_tiles(x: Problem, chip: Chip) -> Tiles | None:
-    """The cheapest tiles that fit the chip's VMEM by an estimate, or None."""
-    budget = int(chip.vmem_bytes * 0.92)
+    """The cheapest tiles that fit the chip's VMEM by an estimate, or None.
+
+    Where all that fit have too many visits for the tables of one call, those with the fewest.
+    """
+    budget = int(chip.vmem_bytes * 0.955)
     fitting = (_fit(x, budget, *cut) for cut in _candidates(x))
-    key = lambda t: (_cost(x, t, chip), -t.ts * t.tr)
+    key = lambda t: (_excess(x, t), _cost(x, t, chip), -t.ts * t.tr)
     return min((t for t in fitting if t is not None), key=key, default=None)

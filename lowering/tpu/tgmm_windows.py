@@ -13,8 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from fp8moe_prims.lowering import numerics
 from fp8moe_prims.lowering.tpu import dots, layout
-from fp8moe_prims.lowering.tpu.layout import LANES
-from fp8moe_prims.lowering.tpu.tgmm_blocks import Block, Config, Side, loop_from
+from fp8moe_prims.lowering.tpu.layout import LANES, loop_from
+from fp8moe_prims.lowering.tpu.tgmm_blocks import Block, Config, Side
 from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, SHORT, TAIL
 
 _I32 = np.int32
@@ -119,14 +119,15 @@ def _loader(source: Source, column, mask=None):
     def load(row, count, narrow):
         if not isinstance(row, int):
             row = pl.multiple_of(row, ALIGN)
-        x = window[pl.ds(row, count), pl.ds(column, LANES)]
+        x = window[pl.ds(row, count), pl.ds(column, source.side.strip)]
         if narrow and mask is None and x.dtype == jnp.bfloat16:
             return x
         x = x.astype(jnp.float32)
         if side.rowscale:
             ref, start = source.rowscale
             at = start + (_I32(row) if isinstance(row, int) else row)
-            x = x * ref[pl.ds(pl.multiple_of(at, ALIGN), count), :]
+            factor = ref[pl.ds(pl.multiple_of(at, ALIGN), count), :]
+            x = x * jnp.concatenate([factor] * (source.side.strip // LANES), axis=1)
         return x if mask is None else jnp.where(mask(row, count), x, np.float32(0))
 
     return load
@@ -134,9 +135,9 @@ def _loader(source: Source, column, mask=None):
 
 def _columns(source: Source, i):
     """First column of strip i in the slab and in the window."""
-    column = pl.multiple_of(i * _I32(LANES), LANES)
+    column = pl.multiple_of(i * _I32(source.side.strip), source.side.strip)
     width = source.window.shape[-1]
-    other = jnp.minimum(column + source.shift, _I32(width - LANES))
+    other = jnp.minimum(column + source.shift, _I32(width - source.side.strip))
     return column, pl.multiple_of(other, LANES)
 
 
@@ -160,7 +161,7 @@ def short_rows(c: Config, source: Source, other):
     low = block.low - offset
 
     def mask(row, count):
-        index = lax.broadcasted_iota(jnp.int32, (count, LANES), 0) + (row - offset)
+        index = lax.broadcasted_iota(jnp.int32, (count, source.side.strip), 0) + (row - offset)
         return (index >= low) & (index < low + block.count)
 
     inner = _loader(source, other, mask)
@@ -175,7 +176,7 @@ def masked_rows(c: Config, source: Source, other):
     load = _loader(source, other)
 
     def masked(row, count, low, high):
-        index = lax.broadcasted_iota(jnp.int32, (count, LANES), 0) + _I32(row)
+        index = lax.broadcasted_iota(jnp.int32, (count, source.side.strip), 0) + _I32(row)
         keep = (index >= low) & (index < high)
         return jnp.where(keep, load(row, count, False), np.float32(0))
 
@@ -201,13 +202,15 @@ def measure(c: Config, source: Source, rows_of, scales, inverse):
 
     def strip(i):
         column, other = _columns(source, i)
-        columns = pl.ds(column, LANES)
+        columns = pl.ds(column, source.side.strip)
         for part, load, rows in rows_of(c, source, other):
             absmax = _absmax(c, side, load, rows)
             value = numerics.block_scale(absmax, side.qdtype)
             inverse[part, :, columns] = numerics.block_inverse(absmax, side.qdtype)
             if side.is_a:
-                scales[part, columns, :] = layout.as_column(value)
+                for lane in range(0, source.side.strip, LANES):
+                    at = pl.ds(column + _I32(lane), LANES)
+                    scales[part, at, :] = layout.as_column(value[:, lane : lane + LANES])
             else:
                 scales[part, :, columns] = value
 
@@ -221,12 +224,12 @@ def write(c: Config, source: Source, rows_of, slab, inverse):
 
     def strip(i):
         column, other = _columns(source, i)
-        columns = pl.ds(column, LANES)
+        columns = pl.ds(column, source.side.strip)
         if as_is and rows_of in (full_rows, tail_rows):
             for _, _, rows in rows_of(c, source, other):
                 for row, count in rows:
                     at = pl.ds(row, count)
-                    slab[at, columns] = source.window[at, pl.ds(other, LANES)]
+                    slab[at, columns] = source.window[at, pl.ds(other, source.side.strip)]
             return
         for part, load, rows in rows_of(c, source, other):
             for row, count in rows:
