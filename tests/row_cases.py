@@ -193,6 +193,7 @@ def _all():
         ("reversed", 50, 20),
         ("beyond", -5, 1000),
         ("last", 95, 96),
+        ("first", 0, 1),
     ):
         yield gather(f"gather/{name}", **size, start=start, end=end, reaches=(scatter,))
         yield reduce(f"reduce/{name}", **size, start=start, end=end, reaches=(scatter,))

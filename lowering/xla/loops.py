@@ -155,11 +155,16 @@ def for_tiles(start, end, m: int, rows: int, body, carry):
     mask [rows, 1] is true for those that this step is for.
     """
 
+    # Counted one by one: XLA on CPU (jaxlib 0.10) computes for some constant bounds that a loop
+    # over ``row`` in steps of ``rows`` has no step at all.
+    steps = lax.div(end - start + np.int32(rows - 1), jnp.full_like(start, rows))
+
     def step(state):
-        row, carry = state
+        i, carry = state
+        row = start + i * np.int32(rows)
         first = jnp.minimum(row, np.int32(m - rows))
         index = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
         mask = (index >= row) & (index < jnp.minimum(row + np.int32(rows), end))
-        return row + np.int32(rows), body(first, mask, carry)
+        return i + np.int32(1), body(first, mask, carry)
 
-    return lax.while_loop(lambda state: state[0] < end, step, (start, carry))[1]
+    return lax.while_loop(lambda state: state[0] < steps, step, (np.int32(0), carry))[1]
