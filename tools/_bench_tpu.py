@@ -10,6 +10,7 @@ counted by following the compiled kernel's scalar code through the call (_llo_ru
 """
 
 import dataclasses
+import importlib.util
 import re
 
 from tools import _tpu_call
@@ -54,6 +55,22 @@ def calls(groups: int) -> dict:
         for n in (256, 2048):
             one = Call("gmm", m=g, k=4096, n=n, sizes=(1,) * g, lhs="quantize")
             out[f"gmm bf16 lhs quantized, k=4096 n={n}, {g} groups of 1 row"] = one
+    if importlib.util.find_spec("tokamax"):
+        out |= _tokamax_calls(out)
+    return out
+
+
+def _tokamax_calls(ours: dict) -> dict:
+    """The calls that tokamax has a TPU kernel for, and its tgmm of two float8 operands."""
+    out = {}
+    for name, call in ours.items():
+        if call.op == "gmm" and call.lhs != "fp8" and not call.transpose:
+            out[f"tokamax {name}"] = dataclasses.replace(call, library="tokamax")
+        elif call.op == "tgmm":
+            fp8 = call.lhs == "fp8"
+            kind = "both fp8" if fp8 else "bf16"
+            other = dataclasses.replace(call, library="tokamax", lhs="fp8" if fp8 else "bf16")
+            out[f"tokamax tgmm {kind}, {name.split(', ', 1)[1]}"] = other
     return out
 
 
@@ -64,7 +81,8 @@ def floors(call: Call) -> dict:
     lhs, weights = 1 if call.lhs == "fp8" else 2, 2 if call.lhs == "bf16" else 1
     matrices = groups * call.k * call.n
     if call.op == "tgmm":
-        moved = rows * (call.k * lhs + call.n * 2) + 2 * matrices
+        dout = 1 if call.lhs == "fp8" and call.library == "tokamax" else 2
+        moved = rows * (call.k * lhs + call.n * dout) + 2 * matrices
     else:
         deep, wide = (call.n, call.k) if call.transpose else (call.k, call.n)
         moved = rows * (deep * lhs + wide * 2) + weights * matrices
@@ -102,14 +120,15 @@ def _counted(call: Call, mxu_floor: float, timeout: int) -> dict:
 
 def table(rows, options) -> str:
     heads = ("MXU floor", "HBM floor", "cycles", "copies", "x", "temporaries")
+    width = max([len(r["name"]) for r in rows], default=0)
     lines = [
         "calls of kernels on one v7x core, by its compiler: kilocycles; x: of the larger floor",
         "",
-        f"{'':<58}" + "".join(f"{h:>12}" for h in heads),
+        " " * width + "".join(f"{h:>12}" for h in heads),
     ]
     kilo = lambda x: f"{x / 1000:>12.1f}"
     for r in rows:
-        line = f"{r['name']:<58}{kilo(r['mxu'])}{kilo(r['hbm'])}"
+        line = f"{r['name']:<{width}}{kilo(r['mxu'])}{kilo(r['hbm'])}"
         if "error" in r:
             lines.append(f"{line}  {r['error']}")
             continue

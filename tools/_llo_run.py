@@ -12,11 +12,13 @@ What a name holds may be undefined (None): the compiler computes ahead of the pr
 whether a value is needed. Where an undefined one would decide something, that is an error.
 
 - All instructions of a bundle read what was there before it, but for a phi, which comes first: the
-  bundle's others see its new value. It takes its second operand after a branch back to its region.
+  bundle's others see its new value. Its operands are in the order of the places it is reached
+  from: the bundle before it and the branches to it.
 - A predicated instruction that does not run gives its name the old value written beside the
   predicate, ``(%p0_p1, %s2_s3)``; without one, the name is undefined. Stores and copies may be
   predicated too, and have undefined addresses where they do not run.
 - A branch is taken after the six bundles that follow it, or after fewer, where a region starts.
+- A copy's size is in granules of 32 bytes: what a pipelined kernel copies is its blocks, exactly.
 """
 
 import dataclasses
@@ -87,8 +89,8 @@ def follow(listing: str, operands: dict, limit: int = 10**6) -> Run:
 
     Args:
       listing: text of the compiler's final_bundles file of one kernel.
-      operands: index -> int, or a sequence of int32 that the kernel copies to scalar memory. Other
-        operands are arrays, of which only the address is known.
+      operands: index -> int, or a sequence of int32 that the kernel copies to scalar memory (or has
+        in a register, if it is one). Other operands are arrays, of which only the address is known.
       limit: a bundle that runs more often is taken to run forever.
 
     Raises:
@@ -127,44 +129,58 @@ def _signed(x: int) -> int:
     return x - (1 << 32) if x >> 31 else x
 
 
+def _region(branch: Instruction) -> str:
+    return branch.args[-1].removeprefix("$region")
+
+
 class _Machine:
     def __init__(self, bundles, operands):
         self.bundles, self.operands = bundles, operands
         self.names, self.memory, self.addresses, self.tables = {}, {}, {}, {}
         self.bytes = 0
-        self.starts = {}
+        self.starts, self.ways_in = {}, {}
         for i, bundle in enumerate(bundles):
             for region in bundle.regions:
                 self.starts.setdefault(region, i)
+        for i, bundle in enumerate(bundles):
+            for x in bundle.instructions:
+                if x.op.startswith("sbr."):
+                    self.ways_in.setdefault(self.starts.get(_region(x)), []).append(i)
 
     def run(self, limit) -> Run:
         executed = [0] * len(self.bundles)
-        here, branch, back = 0, None, False
+        here, origin, branch = 0, -1, None
         while here < len(self.bundles):
             bundle = self.bundles[here]
             if branch and (here > branch[0] + DELAY or bundle.regions):
-                back, here, branch = branch[1] <= branch[0], branch[1], None
+                (origin, here), branch = branch, None
                 continue
             executed[here] += 1
             if executed[here] > limit:
                 raise ValueError(f"bundle {bundle.address} has run {limit} times")
             try:
-                target = self.step(bundle, back) if bundle.instructions else None
+                target = self.step(here, origin) if bundle.instructions else None
             except ValueError as e:
                 raise ValueError(f"bundle {bundle.address}: {e}") from e
             if target is not None:
                 if branch:
                     raise ValueError(f"bundle {bundle.address}: a branch in the delay of another")
                 branch = here, target
-            here, back = here + 1, False
+            here, origin = here + 1, here
         return Run(self.bundles, executed, self.bytes)
 
-    def step(self, bundle: Bundle, back: bool):
-        """Executes one bundle; the bundle to which it branches, or None."""
-        phis = [x for x in bundle.instructions if x.op == "sphi"]
-        self.names.update([(x.to, self.names.get(x.args[back])) for x in phis])
+    def step(self, here: int, origin: int):
+        """Executes a bundle, after another one; the bundle to which it branches, or None."""
+        instructions = self.bundles[here].instructions
+        phis = [x for x in instructions if x.op == "sphi"]
+        if phis:
+            ways = sorted([here - 1, *self.ways_in.get(here, ())])
+            if any(len(x.args) != len(ways) for x in phis):
+                raise ValueError(f"{len(ways)} ways to {phis[0].text}")
+            way = ways.index(origin)
+            self.names.update([(x.to, self.names.get(x.args[way])) for x in phis])
         new, stores, target = {}, {}, None
-        for x in bundle.instructions:
+        for x in instructions:
             if x.op == "sphi":
                 continue
             acts = x.op.startswith(("sbr.", "sst", "dma."))
@@ -173,7 +189,9 @@ class _Machine:
                 if not acts:
                     new[x.to] = None if runs is None else self.names.get(x.old)
             elif x.op == "sbr.rel":
-                target = self.starts[x.args[-1].removeprefix("$region")]
+                target = self.starts.get(_region(x))
+                if target is None:
+                    raise ValueError(f"the listing has no start of the target: {x.text}")
             elif x.op == "sst":
                 stores[self.defined(x.args[0])] = self.value(x.args[1])
             elif x.op.startswith("dma."):
@@ -190,7 +208,7 @@ class _Machine:
             to = self.defined(to)
             for i, word in enumerate(self.tables.get(self.defined(source), ())):
                 self.memory[to + i] = word & _WORD
-        elif x.op in ("dma.hbm_to_vmem", "dma.vmem_to_hbm"):
+        elif x.op in ("dma.hbm_to_vmem", "dma.vmem_to_hbm", "dma.general"):
             self.bytes += GRANULE * self.defined(size)
         else:
             raise ValueError(f"unknown instruction: {x.text}")
@@ -220,8 +238,8 @@ class _Machine:
     def operand(self, x: Instruction):
         index, kind = re.search(r"index: (\d+), kind: (\w+)", x.text).groups()
         value = self.operands.get(int(index)) if kind == "input" else None
-        if isinstance(value, int):
-            return value & _WORD
+        if value is not None and x.op == "inlined_call_operand.":  # in a register
+            return (value if isinstance(value, int) else value[0]) & _WORD
         address = self.address(x.to)
         if value is not None:
             self.tables[address] = value
@@ -250,4 +268,4 @@ class _Machine:
         if arg[0] == "[":
             terms = [self.value(t.split(":")[-1].strip()) for t in arg.strip("[]").split(" + ")]
             return None if None in terms else sum(terms)
-        return int(arg, 0)
+        return int(arg.removeprefix("$"), 0)

@@ -33,6 +33,8 @@ class Call:
       sizes: rows of each group, which follow each other from row 0.
       lhs: "fp8" (saved, with a row scale), "quantize" (bf16, quantized in the kernel) or "bf16".
       transpose: gmm's dlhs form: the rows have n columns and meet the weights transposed.
+      library: "ours", or "tokamax": its second TPU kernels, whose tgmm takes both operands in
+        float8 ("fp8") or in bf16, and whose gmm takes a bf16 lhs ("quantize", "bf16").
     """
 
     op: str
@@ -42,6 +44,7 @@ class Call:
     sizes: tuple[int, ...]
     lhs: str = "fp8"
     transpose: bool = False
+    library: str = "ours"
 
     @property
     def rows(self) -> int:
@@ -60,7 +63,7 @@ def follow(call: Call, target="tpu7x", timeout=600) -> tuple[_llo_run.Run, int]:
     """
     with tempfile.TemporaryDirectory(prefix="tpu_call_") as folder:
         made = _run_child(call, target, folder, timeout)
-        paths = glob.glob(f"{folder}/*fp8moe_*[0-9]-final_bundles.txt")
+        paths = glob.glob(f"{folder}/*gmm*[0-9]-final_bundles.txt")
         if len(paths) != 1:
             raise RuntimeError(f"the compiler wrote {len(paths)} listings of a kernel, not one")
         with open(paths[0]) as f:
@@ -155,6 +158,40 @@ def _bounds(call: Call):
     return ends - np.asarray(call.sizes, np.int32), ends
 
 
+def _tokamax(call: Call):
+    """(function of group sizes and arrays, the arrays' ShapeDtypeStructs) for tokamax."""
+    import jax.numpy as jnp
+    from jax import ShapeDtypeStruct as struct
+    from tokamax._src import config
+    from tokamax._src.ops.gmm_v2 import gmm_v2, tgmm_v2
+
+    m, k, n, g = call.m, call.k, call.n, len(call.sizes)
+    bf16, fp8, f32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32
+    common = dict(preferred_element_type=bf16)
+    if call.op == "gmm":
+        quantize = call.lhs == "quantize"
+        scale = [struct((g, 1, 1, n), f32)] if quantize else []
+        args = [struct((m, k), bf16), struct((g, k, n), fp8 if quantize else bf16), *scale]
+        common |= dict(maybe_quantize_lhs=quantize, zero_initialize=False)
+
+        def fn(sizes, lhs, rhs, scale=None):
+            return gmm_v2.gmm_v2(lhs, rhs, sizes, scale, **common)
+
+    else:
+        saved = call.lhs == "fp8"
+        scale = [struct((1, 1, n), f32)] if saved else []
+        args = [struct((m, x), fp8 if saved else bf16) for x in (k, n)] + scale
+
+        def fn(sizes, lhs, dout, scale=None):
+            return tgmm_v2.tgmm_v2(lhs, dout, sizes, g, rhs_scale=scale, **common)
+
+    def one_core(*args):
+        with config.disable_multi_core_mode(True):
+            return fn(*args)
+
+    return one_core, args
+
+
 class _Recorded(Exception):
     """Carries the scalar operands of a pallas_call."""
 
@@ -190,18 +227,23 @@ def _scalars(fn, call: Call, args) -> list:
     raise RuntimeError("the call has no kernel")
 
 
-def _compile(fn, call: Call, args, target: str) -> int:
-    """Compiles the call; bytes of its temporaries."""
+def _compile(fn, args, target: str) -> int:
+    """Compiles a function; bytes of its temporaries."""
     import jax
     import numpy as np
 
     mesh = jax.sharding.Mesh(np.array(_tpu.devices(target)[:1]), ("x",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    args = [jax.ShapeDtypeStruct((len(call.sizes),), np.int32)] * 2 + args
     args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in args]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         compiled = jax.jit(fn).lower(*args).compile()
     return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+def _integers(call: Call):
+    import jax
+
+    return jax.ShapeDtypeStruct((len(call.sizes),), "int32")
 
 
 def main() -> None:
@@ -209,9 +251,13 @@ def main() -> None:
         job = json.load(f)
     call = Call(**job["call"] | {"sizes": tuple(job["call"]["sizes"])})
     _tpu.set_environment()
-    fn, args = _function(call, job["target"])
-    operands = _scalars(fn, call, args)
-    temporaries = _compile(fn, call, args, job["target"])
+    if call.library == "tokamax":
+        fn, args = _tokamax(call)
+        bounds, operands = 1, [call.sizes, [0]]  # the sizes, and the first group
+    else:
+        fn, args = _function(call, job["target"])
+        bounds, operands = 2, _scalars(fn, call, args)
+    temporaries = _compile(fn, [_integers(call)] * bounds + args, job["target"])
     with open(sys.argv[2], "w") as f:
         json.dump({"operands": operands, "temporaries": temporaries}, f)
     os._exit(0)  # libtpu's teardown has nothing to tell
