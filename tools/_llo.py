@@ -203,7 +203,7 @@ _INSTRUCTION = re.compile(r"(%\w+) = ([a-z][\w.]*)\s*(.*)", re.S)
 _PREDICATE = re.compile(r"\((!?%p\d+_p\d+)(?:,\s*(%\w+))?\)")
 _ARGUMENT = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]|[^\s,]+")
 # Of no influence on what runs: the vector unit's, waits, checks. Results for scalars are undefined.
-_IGNORED = ("v", "shalt", "sfence", "dma.done", "sdelay")
+_IGNORED = ("v", "spop", "shalt", "sfence", "dma.done")
 
 
 def bundles_of(listing: str) -> list[Bundle]:

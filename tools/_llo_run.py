@@ -17,7 +17,8 @@ whether a value is needed. Where an undefined one would decide something, that i
 - A predicated instruction that does not run gives its name the old value written beside the
   predicate, ``(%p0_p1, %s2_s3)``; without one, the name is undefined. Stores and copies may be
   predicated too, and have undefined addresses where they do not run.
-- A branch is taken after the six bundles that follow it, or after fewer, where a region starts.
+- A branch is taken after the six bundles that follow it. Where the last of them are empty the
+  listing has one of them at most: so it is taken before another branch or a region's start, too.
 - A copy's size is in granules of 32 bytes: what a pipelined kernel copies is its blocks, exactly.
 """
 
@@ -129,30 +130,29 @@ def _signed(x: int) -> int:
     return x - (1 << 32) if x >> 31 else x
 
 
-def _region(branch: Instruction) -> str:
-    return branch.args[-1].removeprefix("$region")
-
-
 class _Machine:
     def __init__(self, bundles, operands):
         self.bundles, self.operands = bundles, operands
         self.names, self.memory, self.addresses, self.tables = {}, {}, {}, {}
         self.bytes = 0
-        self.starts, self.ways_in = {}, {}
+        self.starts = {}
         for i, bundle in enumerate(bundles):
             for region in bundle.regions:
                 self.starts.setdefault(region, i)
-        for i, bundle in enumerate(bundles):
-            for x in bundle.instructions:
-                if x.op.startswith("sbr."):
-                    self.ways_in.setdefault(self.starts.get(_region(x)), []).append(i)
+        # Of each bundle with a branch, the bundle it leads to.
+        self.branches = {
+            i: self.starts.get(x.args[-1].removeprefix("$region"))
+            for i, bundle in enumerate(bundles)
+            for x in bundle.instructions
+            if x.op.startswith("sbr.")
+        }
 
     def run(self, limit) -> Run:
         executed = [0] * len(self.bundles)
         here, origin, branch = 0, -1, None
         while here < len(self.bundles):
             bundle = self.bundles[here]
-            if branch and (here > branch[0] + DELAY or bundle.regions):
+            if branch and (here > branch[0] + DELAY or bundle.regions or here in self.branches):
                 (origin, here), branch = branch, None
                 continue
             executed[here] += 1
@@ -163,8 +163,6 @@ class _Machine:
             except ValueError as e:
                 raise ValueError(f"bundle {bundle.address}: {e}") from e
             if target is not None:
-                if branch:
-                    raise ValueError(f"bundle {bundle.address}: a branch in the delay of another")
                 branch = here, target
             here, origin = here + 1, here
         return Run(self.bundles, executed, self.bytes)
@@ -174,7 +172,7 @@ class _Machine:
         instructions = self.bundles[here].instructions
         phis = [x for x in instructions if x.op == "sphi"]
         if phis:
-            ways = sorted([here - 1, *self.ways_in.get(here, ())])
+            ways = sorted([here - 1, *(i for i, to in self.branches.items() if to == here)])
             if any(len(x.args) != len(ways) for x in phis):
                 raise ValueError(f"{len(ways)} ways to {phis[0].text}")
             way = ways.index(origin)
@@ -189,7 +187,7 @@ class _Machine:
                 if not acts:
                     new[x.to] = None if runs is None else self.names.get(x.old)
             elif x.op == "sbr.rel":
-                target = self.starts.get(_region(x))
+                target = self.branches[here]
                 if target is None:
                     raise ValueError(f"the listing has no start of the target: {x.text}")
             elif x.op == "sst":
