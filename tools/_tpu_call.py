@@ -104,7 +104,7 @@ def _run_child(call, target, folder, timeout) -> dict:
 
 
 def _function(call: Call, target: str):
-    """(function of starts, ends and arrays that makes the call, the arrays' ShapeDtypeStructs)."""
+    """(function that makes the call, ShapeDtypeStructs of its arguments: starts, ends, arrays)."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -126,12 +126,13 @@ def _function(call: Call, target: str):
         tail="undefined",
         expected_rows=call.rows,
     )
+    bounds = [struct((g,), np.int32)] * 2
     lhs = struct((m, n if call.transpose else k), fp8 if saved else bf16)
     row_scale = [struct((m, 1), f32)] if saved else []
     if call.op == "gmm":
         p = GmmParams(transpose_rhs=call.transpose, **common)
         rhs = struct((g, k, n), bf16 if plain else fp8)
-        args = [lhs, rhs, *row_scale, *([] if plain else [struct((g, 1, n), f32)])]
+        args = [*bounds, lhs, rhs, *row_scale, *([] if plain else [struct((g, 1, n), f32)])]
 
         def fn(starts, ends, lhs, rhs, *scales):
             lhs_scale = scales[0] if saved else None
@@ -141,7 +142,7 @@ def _function(call: Call, target: str):
 
     else:
         p = TgmmParams(dout_dtype=None if plain else "e5m2", **common)
-        args = [lhs, struct((m, n), bf16), *row_scale]
+        args = [*bounds, lhs, struct((m, n), bf16), *row_scale]
 
         def fn(starts, ends, lhs, dout, lhs_scale=None):
             x = TgmmOperands(lhs, dout, starts, ends, lhs_scale)
@@ -150,16 +151,8 @@ def _function(call: Call, target: str):
     return fn, args
 
 
-def _bounds(call: Call):
-    """starts, ends: int32 [g]."""
-    import numpy as np
-
-    ends = np.cumsum(call.sizes).astype(np.int32)
-    return ends - np.asarray(call.sizes, np.int32), ends
-
-
 def _tokamax(call: Call):
-    """(function of group sizes and arrays, the arrays' ShapeDtypeStructs) for tokamax."""
+    """(tokamax's function, ShapeDtypeStructs of its arguments: group sizes, arrays)."""
     import jax.numpy as jnp
     from jax import ShapeDtypeStruct as struct
     from tokamax._src import config
@@ -189,7 +182,7 @@ def _tokamax(call: Call):
         with config.disable_multi_core_mode(True):
             return fn(*args)
 
-    return one_core, args
+    return one_core, [struct((g,), jnp.int32), *args]
 
 
 class _Recorded(Exception):
@@ -221,7 +214,7 @@ def _scalars(fn, call: Call, args) -> list:
 
     with mock.patch.object(pl, "pallas_call", pallas_call):
         try:
-            jax.eval_shape(run, *args)
+            jax.eval_shape(run, *args[2:])
         except _Recorded as e:
             return e.args[0]
     raise RuntimeError("the call has no kernel")
@@ -240,12 +233,6 @@ def _compile(fn, args, target: str) -> int:
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
-def _integers(call: Call):
-    import jax
-
-    return jax.ShapeDtypeStruct((len(call.sizes),), "int32")
-
-
 def main() -> None:
     with open(sys.argv[1]) as f:
         job = json.load(f)
@@ -253,11 +240,11 @@ def main() -> None:
     _tpu.set_environment()
     if call.library == "tokamax":
         fn, args = _tokamax(call)
-        bounds, operands = 1, [call.sizes, [0]]  # the sizes, and the first group
+        operands = [call.sizes, [0]]  # the sizes, and the first group
     else:
         fn, args = _function(call, job["target"])
-        bounds, operands = 2, _scalars(fn, call, args)
-    temporaries = _compile(fn, [_integers(call)] * bounds + args, job["target"])
+        operands = _scalars(fn, call, args)
+    temporaries = _compile(fn, args, job["target"])
     with open(sys.argv[2], "w") as f:
         json.dump({"operands": operands, "temporaries": temporaries}, f)
     os._exit(0)  # libtpu's teardown has nothing to tell
