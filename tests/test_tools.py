@@ -11,7 +11,7 @@ import jax
 from absl.testing import absltest, parameterized
 
 from tests.helpers import run_tool as _run
-from tools import _hlo, bench, dump_hlo
+from tools import _bench_tpu, _hlo, _llo_run, _tpu_call, bench, dump_hlo
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -265,6 +265,78 @@ class NoDenseOpsTest(parameterized.TestCase):
         self.assertLess(summary.temporaries, 0.05 * 2 * shape.m * shape.k)
 
 
+LISTING = """\
+= control target key start
+LB: loop body
+     0   :  { %s1_s0 = inlined_call_operand.<no memory space> [index: 0, kind: input] }
+   0x1   :  { %s2_s1 = inlined_call_operand.hbm [index: 1, kind: input] /* a
+table */ }
+   0x2   :  { %s3_s2 = smov.u32 [#allocation5]  ;;  %s4_s3 = smov.u32 0 }
+   0x3   :  { %5 = dma.hbm_to_smem %s2_s1, /*size_in_granules=*/16, %s3_s2, [#allocation1] }
+   0x4   :  { %6 = vsyncpa [#allocation7], 0 } /* Start region 1 */
+   0x5 LB: > { %7 = sst [smem:[#allocation9]] %s8_s3  ;;  %s8_s3 = sphi %s4_s3, %s9_s3 /* i
+*/ } /* Start region 2 */
+   0x6   : > { %s10_s4 = sld [smem:[#allocation5 + %s8_s3]]  ;;  %s9_s3 = sadd.s32 1, %s8_s3 }
+   0x7   : > { %p11_p0 = scmp.lt.s32 %s10_s4, 0  ;;  %s12_s5 = smulhi.u32 %s10_s4, 0x80000000 }
+   0x8   : > { %s13_s6 = smov.u32 (!%p11_p0, %s12_s5), 64 ;; %p14_p1 = scmp.ge.s32 %s9_s3, %s1_s0 }
+   0x9   : > { %15 = dma.hbm_to_vmem [thread:$0]  (!%p11_p0), %s2_s1, %s13_s6, %s3_s2, %s3_s2 }
+   0xa   : > { %16 = sbr.rel (%p11_p0) target = $region4 }
+   0xb   : > { %17 = vmatmul.mubr.bf16.mxu0 %v1_v1 }
+   0xc   :  {}
+   0xd   :  {}
+   0xe   :  {}
+   0xf   :  {}
+  0x10   : > { %v18_v1 = vld [vmem:[#allocation2]] }
+  0x11   : > { %19 = vst [vmem:[#allocation2]] %v18_v1  ;;  %20 = vmatmul.mubr.bf16.mxu1 %v1_v1 }
+  0x12 PF: > { %s21_s7 = sld [smem:[#allocation9]] } /* Start/End empty region 4 */
+  0x13   : > { %22 = sbr.rel (!%p14_p1) target = $region2 }
+  0x14   :  {}
+  0x15 PF:  { %s23_s8 = sadd.s32 %s21_s7, 0 } /* Start region 3 */
+"""
+
+
+class FollowTest(parameterized.TestCase):
+    def test_listing(self):
+        run = _llo_run.follow(LISTING, {0: 4, 1: [3, -1, 7, 0]})
+        times = dict(zip((b.address for b in run.bundles), run.executed, strict=True))
+        self.assertEqual([times[x] for x in ("0", "0x5", "0x8", "0x13", "0x14")], [1, 4, 4, 4, 4])
+        # The branch of the second iteration leaves out one bundle: six more run before it jumps.
+        self.assertEqual([times[x] for x in ("0xb", "0x10", "0x11", "0x15")], [4, 4, 3, 1])
+        self.assertEqual(run.mxu, 4 * (4 + 3))
+        self.assertEqual(run.cycles, 5 + 4 * 12 + 3 * 4 + 4 * 3 + 1)
+        self.assertEqual(run.bytes, 3 * 64 * 32)
+
+    def test_old_value_and_smulhi(self):
+        """A copy's size is that of the old value where the predicate is false."""
+        listing = LISTING.replace("(!%p11_p0, %s12_s5)", "(%p11_p0, %s12_s5)")
+        run = _llo_run.follow(listing, {0: 3, 1: [40, -1, 7]})
+        self.assertEqual(run.bytes, (20 + 3) * 32)
+
+    @parameterized.parameters(
+        ("smulhi.u32 %s10_s4", "srem.s32 %s10_s4", "bundle 0x7: unknown instruction: .*srem"),
+        ("scmp.ge.s32 %s9_s3", "pneg %p99_p3", "bundle 0x13: !%p14_p1 is undefined"),
+        ("(!%p11_p0, %s12_s5), 64", "(%p11_p0), 64", "bundle 0x9: %s13_s6 is undefined"),
+        ("  0x14   :  {}", "  0x14   :  { target? }", "not an instruction: target"),
+    )
+    def test_refuses(self, old, new, message):
+        with self.assertRaisesRegex(ValueError, message):
+            _llo_run.follow(LISTING.replace(old, new), {0: 4, 1: [3, -1, 7, 0]})
+
+    def test_endless(self):
+        with self.assertRaisesRegex(ValueError, "bundle 0x5 has run 3 times"):
+            _llo_run.follow(LISTING, {0: 4, 1: [3, -1, 7, 0]}, limit=3)
+
+    def test_compiled_kernel(self):
+        """The products of a call run once for every 256 rows, as it has no boundary within them."""
+        call = _tpu_call.Call("gmm", m=1792, k=512, n=256, sizes=(512, 0, 768, 256), lhs="fp8")
+        run, _ = _tpu_call.follow(call)
+        products = {x.times for x in run.pieces() if x.mxu and x.times}
+        self.assertEqual(products, {sum(call.sizes) // 256})
+        self.assertEqual(run.mxu, _bench_tpu.floors(call)["mxu"])
+        moved = _bench_tpu.HBM * _bench_tpu.floors(call)["hbm"]
+        self.assertBetween(run.bytes, moved, 1.3 * moved)
+
+
 class BenchTest(parameterized.TestCase):
     def test_cpu(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -282,6 +354,12 @@ class BenchTest(parameterized.TestCase):
         self.assertEqual(out.count("\ntimed "), 2)
         self.assertIn("repetition 1 of 1", err)
         self.assertIn(f"[{'#' * 30}] 4/4 done", err)
+
+    def test_tpu(self):
+        rows = "k=4096 n=256, 64 groups"
+        code, out, err = _run(bench.main, "tpu", "--only", rows)
+        self.assertEqual(code, 0, err)
+        self.assertRegex(out, rows + r" of 1 row( +[\d.]+){5} +[\d.]+ MB\n +blocks \d+/64 x 64;")
 
     def test_sweeps(self):
         def points(*argv):

@@ -1,19 +1,20 @@
 """`bench.py tpu`: the grouped matmul kernels against the floors of a v7x core, by its compiler.
 
-Nothing runs on a TPU. Every row has two floors, counted: what the MXU takes at its peak rate for
-the valid rows, and what HBM takes for the bytes that a call must move. Against them stand
+Nothing runs on a TPU. Every row is a whole call, with two floors: what the MXU takes at its peak
+rate for the valid rows, and what HBM takes for the bytes that a call must move. Against them stand,
+counted by following the compiled kernel's scalar code through the call (_llo_run.py),
 
-- `compute`, with --simulate: modelled, by the compiler's simulator following a call of some of the
-  groups; see _tpu_sim.py for what is changed for it. Copies are left out, but for the first.
-- `moved`, with --simulate: counted, the bytes that the pipeline's windows move in that call.
-- `blocks`: counted, the loops of the compiled program that multiply: bundles (a cycle each) over
-  the MXU's cycles for their products.
+- `cycles`: the bundles that are executed, a straight piece of them at least the MXU's time for its
+  products. What a branch costs and what the schedule does not foresee is not in it.
+- `copies`: the bytes of the copies that are started, at HBM's peak rate.
 """
 
 import dataclasses
+import importlib.util
 import re
 
-from tools._tpu_sim import Call, simulate
+from tools import _tpu_call
+from tools._tpu_call import Call
 
 SHAPES = ((7168, 2048), (2048, 7168))
 FLOPS = 524288  # of bf16, per cycle of a v7x core; float8 twice
@@ -35,7 +36,7 @@ def calls(groups: int) -> dict:
     out = {}
     for layout in ("aligned", "random"):
         for k, n in SHAPES:
-            common = dict(m=1024 * 32, k=k, n=n, sizes=sizes(layout, groups))
+            common = dict(m=1024 * groups, k=k, n=n, sizes=sizes(layout, groups))
             for name, op, lhs, transpose in (
                 ("gmm fp8 lhs", "gmm", "fp8", False),
                 ("gmm bf16 lhs quantized", "gmm", "quantize", False),
@@ -46,15 +47,30 @@ def calls(groups: int) -> dict:
             ):
                 key = f"{name}, k={k} n={n}, {layout}"
                 out[key] = Call(op, lhs=lhs, transpose=transpose, **common)
+    call = out["gmm bf16 lhs quantized, k=7168 n=2048, aligned"]
+    for factor in (2, 8):
+        name = f"gmm bf16 lhs quantized, k=7168 n=2048, {factor}x buffer"
+        out[name] = dataclasses.replace(call, m=factor * call.m)
     for g in (64, 512):
         for n in (256, 2048):
-            one = Call("gmm", m=g, k=4096, n=n, sizes=(1,) * min(g, 64), lhs="quantize")
+            one = Call("gmm", m=g, k=4096, n=n, sizes=(1,) * g, lhs="quantize")
             out[f"gmm bf16 lhs quantized, k=4096 n={n}, {g} groups of 1 row"] = one
-    call = out["gmm bf16 lhs quantized, k=7168 n=2048, aligned"]
-    for m in (65536, 262144):
-        out[f"gmm bf16 lhs quantized, k=7168 n=2048, m={m}"] = dataclasses.replace(
-            call, m=m, expected=32768
-        )
+    if importlib.util.find_spec("tokamax"):
+        out |= _tokamax_calls(out)
+    return out
+
+
+def _tokamax_calls(ours: dict) -> dict:
+    """The calls that tokamax has a TPU kernel for, and its tgmm of two float8 operands."""
+    out = {}
+    for name, call in ours.items():
+        if call.op == "gmm" and call.lhs != "fp8" and not call.transpose:
+            out[f"tokamax {name}"] = dataclasses.replace(call, library="tokamax")
+        elif call.op == "tgmm":
+            fp8 = call.lhs == "fp8"
+            kind = "both fp8" if fp8 else "bf16"
+            other = dataclasses.replace(call, library="tokamax", lhs="fp8" if fp8 else "bf16")
+            out[f"tokamax tgmm {kind}, {name.split(', ', 1)[1]}"] = other
     return out
 
 
@@ -65,7 +81,8 @@ def floors(call: Call) -> dict:
     lhs, weights = 1 if call.lhs == "fp8" else 2, 2 if call.lhs == "bf16" else 1
     matrices = groups * call.k * call.n
     if call.op == "tgmm":
-        moved = rows * (call.k * lhs + call.n * 2) + 2 * matrices
+        dout = 1 if call.lhs == "fp8" and call.library == "tokamax" else 2
+        moved = rows * (call.k * lhs + call.n * dout) + 2 * matrices
     else:
         deep, wide = (call.n, call.k) if call.transpose else (call.k, call.n)
         moved = rows * (deep * lhs + wide * 2) + weights * matrices
@@ -75,51 +92,61 @@ def floors(call: Call) -> dict:
 def measure(options, say) -> list[dict]:
     rows = []
     for name, call in calls(options.groups).items():
-        if not re.search(options.only, name):
-            continue
-        say(name)
-        found = simulate(call, timeout=options.timeout, follow=options.simulate)
-        row = {"name": name, "groups": len(call.sizes), "rows": call.rows, **floors(call), **found}
-        if "cycles" in found:
-            row["compute"] = found["cycles"] - found["table_stores"]
-            row["moved"] = found["hbm_bytes"] / HBM
-            if row["compute"] < row["mxu"]:
-                row["error"] = "not followed: fewer cycles than the MXU needs"
-        rows.append(row)
+        if re.search(options.only, name):
+            say(name)
+            row = {"name": name, "groups": len(call.sizes), "rows": call.rows, **floors(call)}
+            rows.append(row | _counted(call, row["mxu"], options.timeout))
     return rows
 
 
+def _counted(call: Call, mxu_floor: float, timeout: int) -> dict:
+    try:
+        run, temporaries = _tpu_call.follow(call, timeout=timeout)
+    except (RuntimeError, ValueError) as e:
+        return {"error": str(e)}
+    if run.mxu < mxu_floor:
+        return {"error": f"not followed: products of {run.mxu} cycles, the rows need {mxu_floor}"}
+    blocks = [x for x in run.pieces() if x.mxu and x.times]
+    blocks.sort(key=lambda x: -x.cycles)
+    return {
+        "cycles": run.cycles,
+        "copies": run.bytes / HBM,
+        "executed_mxu": run.mxu,
+        "bundles": len(run.bundles),
+        "blocks": [dataclasses.asdict(x) for x in blocks],
+        "temporaries": temporaries,
+    }
+
+
 def table(rows, options) -> str:
+    heads = ("MXU floor", "HBM floor", "cycles", "copies", "x", "temporaries")
+    width = max([len(r["name"]) for r in rows], default=0)
     lines = [
-        "kernels on one v7x core, by its compiler: kilocycles; x: of the larger floor",
+        "calls of kernels on one v7x core, by its compiler: kilocycles; x: of the larger floor",
         "",
-        f"{'':<58}{'MXU floor':>11}{'HBM floor':>11}{'compute':>10}{'moved':>9}{'x':>7}",
+        " " * width + "".join(f"{h:>12}" for h in heads),
     ]
-    kilo = lambda x: f"{x / 1000:.0f}"
+    kilo = lambda x: f"{x / 1000:>12.1f}"
     for r in rows:
-        line = f"{r['name']:<58}{kilo(r['mxu']):>11}{kilo(r['hbm']):>11}"
-        if "compute" in r and "error" not in r:
-            x = max(r["compute"], r["moved"]) / max(r["mxu"], r["hbm"])
-            line += f"{kilo(r['compute']):>10}{kilo(r['moved']):>9}{x:>7.2f}"
-        else:
-            line += f"  {r.get('error', 'not simulated')}"
-        lines.append(line)
-        parts = ", ".join(f"{b['bundles']}/{b['mxu']}" for b in r.get("blocks", ()))
-        lines.append(f"    blocks {parts or '-'}; program of {r.get('bundles', '-')} bundles")
+        line = f"{r['name']:<{width}}{kilo(r['mxu'])}{kilo(r['hbm'])}"
+        if "error" in r:
+            lines.append(f"{line}  {r['error']}")
+            continue
+        x = max(r["cycles"], r["copies"]) / max(r["mxu"], r["hbm"])
+        line += f"{kilo(r['cycles'])}{kilo(r['copies'])}{x:>12.2f}{r['temporaries'] / 1e6:>9.2f} MB"
+        parts = [f"{b['bundles']}/{b['mxu']} x {b['times']}" for b in r["blocks"][:3]]
+        lines += [line, f"    blocks {', '.join(parts)}; program of {r['bundles']} bundles"]
     lines += [
         "",
-        f"Calls of {options.groups} groups (64 of one row). Floors: counted, for the valid rows.",
-        "compute: modelled, without copies but the first. moved: counted, the bytes of the",
-        "pipeline's windows over HBM's rate. x: the larger of both over the larger floor. blocks:",
-        "bundles / MXU cycles of the loops that multiply. Nothing was run.",
+        f"Calls of {options.groups} groups of 1024 rows on average. Floors: for the valid rows.",
+        "cycles: executed bundles, a block of products at least its MXU time; without the cost of",
+        "branches and stalls. copies: their bytes over HBM's rate. x: the larger of both over the",
+        "larger floor. blocks: bundles / MXU cycles x times executed. Nothing was run on a TPU.",
     ]
     return "\n".join(lines)
 
 
 def add_arguments(parser, positive) -> None:
-    parser.add_argument("--groups", type=positive, default=4, help="groups that are followed")
+    parser.add_argument("--groups", type=positive, default=32, help="of 1024 rows on average")
     parser.add_argument("--only", default="", metavar="REGEX", help="rows whose name matches")
-    parser.add_argument("--timeout", type=positive, default=300, help="seconds of one compile")
-    parser.add_argument(
-        "--simulate", action="store_true", help="let the compiler's simulator follow the call too"
-    )
+    parser.add_argument("--timeout", type=positive, default=600, help="seconds of one compile")

@@ -111,7 +111,7 @@ def read(folder: str, names) -> list[Code]:
     return found
 
 
-_BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:\w\w:)?\s*:?\s*[> ]*\{")
+_BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:\w\w:)?\s*:?\s*[> ]*\{", re.M)
 
 
 def parse(name: str, bundles: str, utilization: str) -> Code:
@@ -172,3 +172,67 @@ def table(codes: list[Code]) -> str:
     lines.append("cycles: bundles of an iteration outside of inner loops, all branches counted and")
     lines.append("nothing waited for. The compiler's schedule; nothing was run.")
     return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------- instructions
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """``to = op args``, if ``predicate``; otherwise ``to = old``."""
+
+    op: str
+    to: str
+    args: tuple[str, ...]
+    predicate: str | None
+    old: str | None
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """One bundle: its scalar instructions, matmul issues, and the regions that start with it."""
+
+    address: str
+    instructions: tuple[Instruction, ...]
+    matmuls: int
+    regions: tuple[str, ...]
+
+
+_INSTRUCTION = re.compile(r"(%\w+) = ([a-z][\w.]*)\s*(.*)", re.S)
+_PREDICATE = re.compile(r"\((!?%p\d+_p\d+)(?:,\s*(%\w+))?\)")
+_ARGUMENT = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]|[^\s,]+")
+# Of no influence on what runs: the vector unit's, waits, checks. Results for scalars are undefined.
+_IGNORED = ("v", "spop", "shalt", "sfence", "dma.done")
+
+
+def bundles_of(listing: str) -> list[Bundle]:
+    """The bundles of a final_bundles listing."""
+    found = []
+    heads = [(m.start(), m.end(), m[1]) for m in _BUNDLE.finditer(listing)]
+    ends = [start for start, _, _ in heads[1:]] + [len(listing)]
+    for (_, begin, address), end in zip(heads, ends, strict=True):
+        line = listing[begin:end]
+        code = re.sub(r"/\*.*?\*/", "", line, flags=re.S).rsplit("}", 1)[0]
+        instructions = tuple(filter(None, map(_instruction, code.split(";;"))))
+        regions = tuple(re.findall(r"Start(?:/End empty)? region (\d+)", line))
+        matmuls = len(re.findall(r"\bvmatmul\.", code))
+        found.append(Bundle(address, instructions, matmuls, regions))
+    return found
+
+
+def _instruction(text: str) -> Instruction | None:
+    text = text.strip()
+    match = _INSTRUCTION.match(text)
+    if text and not match:
+        raise ValueError(f"not an instruction: {text}")
+    if not text or match[2].startswith(_IGNORED):
+        return None
+    to, op, rest = match.groups()
+    predicate = _PREDICATE.search(rest)
+    if predicate:
+        rest = rest.replace(predicate[0], "")
+    args = tuple(_ARGUMENT.findall(re.sub(r"\[\w+:\$\w+\]", "", rest)))  # not [thread:$0]
+    if op.startswith("scalar_lea."):
+        args = args[:2]  # not the allocation it is said to lie in
+    return Instruction(op, to, args, *(predicate.groups() if predicate else (None, None)), text)

@@ -12,8 +12,8 @@ under whatever else it was doing.
 and prints the temporaries and collectives that the compiler reports. With `--target cpu` it times
 the layer instead, over as many host devices, on buffers of each factor.
 
-`tpu` compiles the grouped matmul kernels for a v7x core and compares the cycles that the compiler
-counts with the floors of the MXU and of HBM.
+`tpu` compiles the grouped matmul kernels for a v7x core, counts the cycles of whole calls in the
+compiler's schedule and compares them with the floors of the MXU and of HBM.
 """
 
 import argparse
@@ -131,8 +131,8 @@ def _add_tpu(commands) -> None:
     tpu = commands.add_parser(
         "tpu",
         help="cycles of the kernels on a v7x core, by its compiler",
-        description="Compares the grouped matmul kernels with the floors of the MXU and of HBM, by"
-        " the TPU compiler's program and simulator; nothing is run.",
+        description="Compares calls of the grouped matmul kernels with the floors of the MXU and of"
+        " HBM, by following the TPU compiler's program; nothing is run.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     tpu.set_defaults(run=run_tpu)
