@@ -175,7 +175,10 @@ def transposed_rows(ct, x, weights, dtype, m, p):
             weights = take(flat, x.inverse[..., None])[..., 0]
         source = jnp.floor_divide(x.inverse, np.int32(top_k))
         operands = RaggedGatherOperands(ct, source, x.start, x.end, weights)
-        (dy,) = ragged_gather_p.call(operands, RowsParams(dtype, p.tail, p.expected_rows))
+        # A gather without weights moves rows as they are.
+        moved = ct.dtype if weights is None else dtype
+        (dy,) = ragged_gather_p.call(operands, RowsParams(moved, p.tail, p.expected_rows))
+        dy = dy.astype(dtype)
         return dy
     inside = (x.indices >= x.start[..., None, None]) & (x.indices < x.end[..., None, None])
     targets = jnp.where(inside, x.indices, np.int32(-1))
