@@ -80,7 +80,7 @@ def ranges(sizes, starts, offset, g, m):
 
 
 def quantize_weights(rhs, name, transpose_rhs, bound=None):
-    """Per (expert x output channel), the division kept as a division."""
+    """Per (expert x output channel)."""
     if name is None:
         return wide(rhs)
     axis = 2 if transpose_rhs else 1
@@ -91,7 +91,7 @@ def quantize_weights(rhs, name, transpose_rhs, bound=None):
         scale = np.where(scale < TINY, np.float32(np.inf), scale)
     else:
         scale = np.full((1, 1, 1), np.float32(bound) / top, np.float32)
-    y = (x / scale).astype(np.float32)
+    y = x * (np.float32(1) / scale)  # as XLA does a division by a broadcast scale
     q = np.clip(np.round(y), -128, 127) if name == "int8" else np.clip(y, -top, top)
     return q.astype(QDTYPES[name]).astype(np.float64) * np.where(np.isinf(scale), 1, scale).astype(
         np.float64

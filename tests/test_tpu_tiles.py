@@ -30,15 +30,14 @@ _SMEM = 1 << 20  # bytes of scalar memory of a core
 
 
 @dataclasses.dataclass(frozen=True)
-class Gmm:
-    """A call of gmm: out[m, n] = lhs[m, k] @ rhs[g, k, n].
+class _Call:
+    """What calls of both operations have: lhs [m, k] in g groups, and n columns.
 
     Attributes:
-      quantize: what the lhs is quantized to in the kernel, or None.
-      scale: form of the rhs scale, "column", "fold", "blocks", "full", or None.
-      scale_block: contraction elements that share a value of a scale in blocks.
+      out: dtype of the result.
       row_scale: whether the lhs has a scale per row.
-      bound: fixed range of the quantization, or None.
+      transpose: gmm: whether rhs is [g, n, k]; tgmm: whether the result is.
+      bound: fixed range of the quantization (tgmm: of dout's), or None.
       batch: leading dims of every operand.
     """
 
@@ -48,20 +47,43 @@ class Gmm:
     n: int
     g: int = 32
     lhs: str = "bf16"
-    rhs: str = "e4m3"
     out: str = "bf16"
-    quantize: str | None = None
-    block_k: int = 512
-    scale: str | None = None
-    scale_block: int = 0
     row_scale: bool = False
     transpose: bool = False
     bound: float | None = None
     batch: tuple[int, ...] = ()
 
+    def structs(self, **more):
+        """name -> ShapeDtypeStruct of the operands that both have, and of more, (shape, dtype)."""
+        groups = (self.g,), np.int32
+        arrays = dict(starts=groups, ends=groups, lhs=((self.m, self.k), _DTYPES[self.lhs]), **more)
+        if self.row_scale:
+            arrays["lhs_scale"] = (self.m, 1), np.float32
+        return {
+            name: jax.ShapeDtypeStruct(self.batch + shape, dtype)
+            for name, (shape, dtype) in arrays.items()
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Gmm(_Call):
+    """A call of gmm: out[m, n] = lhs[m, k] @ rhs[g, k, n].
+
+    Attributes:
+      quantize: what the lhs is quantized to in the kernel, or None.
+      scale: form of the rhs scale, "column", "fold", "blocks", "full", or None.
+      scale_block: contraction elements that share a value of a scale in blocks.
+    """
+
+    rhs: str = "e4m3"
+    quantize: str | None = None
+    block_k: int = 512
+    scale: str | None = None
+    scale_block: int = 0
+
     def function(self):
         """(function of arrays, their ShapeDtypeStructs)."""
-        m, k, n, g = self.m, self.k, self.n, self.g
+        k, n, g = self.k, self.n, self.g
         deep, wide = {
             None: (1, 1),
             "column": (1, n),
@@ -70,16 +92,9 @@ class Gmm:
             "full": (k, n),
         }[self.scale]
         flip = lambda a, b: (b, a) if self.transpose else (a, b)
-        arrays = {
-            "starts": ((g,), np.int32),
-            "ends": ((g,), np.int32),
-            "lhs": ((m, k), _DTYPES[self.lhs]),
-            "rhs": ((g, *flip(k, n)), _DTYPES[self.rhs]),
-        }
-        if self.row_scale:
-            arrays["lhs_scale"] = (m, 1), np.float32
+        more = {"rhs": ((g, *flip(k, n)), _DTYPES[self.rhs])}
         if self.scale is not None:
-            arrays["rhs_scale"] = (g, *flip(deep, wide)), np.float32
+            more["rhs_scale"] = (g, *flip(deep, wide)), np.float32
         p = GmmParams(
             transpose_rhs=self.transpose,
             out_dtype=np.dtype(_DTYPES[self.out]),
@@ -88,47 +103,23 @@ class Gmm:
             block_k=self.block_k,
         )
         fn = lambda x: gmm.gmm(GmmOperands(**x), p, chip=_CHIPS[self.chip])
-        struct = lambda shape, dtype: jax.ShapeDtypeStruct(self.batch + shape, dtype)
-        return fn, {name: struct(*a) for name, a in arrays.items()}
+        return fn, self.structs(**more)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tgmm:
+class Tgmm(_Call):
     """A call of tgmm_quant: out[g, k, n], or [g, n, k], from lhs [m, k] and dout [m, n].
 
     Attributes:
       quantize: what lhs and dout are quantized to in the kernel, or None.
-      row_scale: whether the lhs has a scale per row.
-      bound: fixed range of dout's quantization, or None.
-      batch: leading dims of every operand.
     """
 
-    chip: str
-    m: int
-    k: int
-    n: int
-    g: int = 32
-    lhs: str = "bf16"
     dout: str = "bf16"
-    out: str = "bf16"
     quantize: tuple[str | None, str | None] = ("e4m3", "e5m2")
     block_m: int = 1024
-    row_scale: bool = False
-    transpose: bool = False
-    bound: float | None = None
-    batch: tuple[int, ...] = ()
 
     def function(self):
         """(function of arrays, their ShapeDtypeStructs)."""
-        m, g = self.m, self.g
-        arrays = {
-            "starts": ((g,), np.int32),
-            "ends": ((g,), np.int32),
-            "lhs": ((m, self.k), _DTYPES[self.lhs]),
-            "dout": ((m, self.n), _DTYPES[self.dout]),
-        }
-        if self.row_scale:
-            arrays["lhs_scale"] = (m, 1), np.float32
         p = TgmmParams(
             out_dtype=np.dtype(_DTYPES[self.out]),
             lhs_dtype=self.quantize[0],
@@ -138,8 +129,7 @@ class Tgmm:
             transpose_out=self.transpose,
         )
         fn = lambda x: tgmm_quant.tgmm_quant(TgmmOperands(**x), p, chip=_CHIPS[self.chip])
-        struct = lambda shape, dtype: jax.ShapeDtypeStruct(self.batch + shape, dtype)
-        return fn, {name: struct(*a) for name, a in arrays.items()}
+        return fn, self.structs(dout=((self.m, self.n), _DTYPES[self.dout]))
 
 
 # ---- random calls ----------------------------------------------------------------------------

@@ -241,12 +241,7 @@ def _loop(size: int, step: int, body):
     if count == 1:
         body(0, step)
     elif count > 1:
-
-        def one(i, carry):
-            body(pl.multiple_of(i * _I(step), step), step)
-            return carry
-
-        jax.lax.fori_loop(_I(0), _I(count), one, _I(0))
+        loop_from(_I(0), _I(count), lambda i: body(pl.multiple_of(i * _I(step), step), step))
     if size % step:
         body(count * step, size % step)
 
@@ -417,7 +412,8 @@ def kernel(spec: Spec, names, *refs):
             views["row_column"] = refs["row_column"].at[here, :]
         if count < t.sub:
             views |= {n: refs[n].at[first, :] for n in ("kept", "ready", "acc") if n in refs}
-            views |= {n: refs[n].at[:, first, :] for n in ("steps",) if n in refs}
+            if "steps" in refs:
+                views["steps"] = refs["steps"].at[:, first, :]
         some = refs | views
         # Where other groups have rows, or tail="zero" put zeros, these come back afterwards.
         cut = jnp.logical_or(start < low, start + _I(count) > jnp.minimum(high, there))

@@ -6,6 +6,8 @@ A visit is one row block of one output tile; visits follow each other as
 """
 
 import dataclasses
+import functools
+import operator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -106,6 +108,11 @@ class Config:
         return self.m > self.tiles.block
 
     @property
+    def fuses(self) -> bool:
+        """Whether a tile has several products, under which full blocks are quantized."""
+        return self.max_base > 0 and self.tiles.product != (self.tiles.tp, self.tiles.tq)
+
+    @property
     def share(self) -> int:
         """Strips of R in one part: each S tile but the first quantizes one of the next pass."""
         strips = self.side(True).strips
@@ -122,9 +129,9 @@ class Tables(NamedTuple):
 
     unit: the unit.
     tile: the S tile, and the R tile in the high half.
-    s_at, r_at: the windows in VMEM, see `Place`.
+    s_at, r_at: where the windows in VMEM begin, see `place`.
     r_visit: the visit whose rows R's window holds.
-    rows, count: its row block, see `Block`.
+    rows, count: its row block, see `block`.
     slot: where in the ring its rows of R are, and whether it quantizes them itself.
     """
 
@@ -189,7 +196,7 @@ class Block:
     begins: object
 
     def is_kind(self, *kinds):
-        return sum((self.kind == _I32(k) for k in kinds[1:]), self.kind == _I32(kinds[0]))
+        return functools.reduce(operator.or_, [self.kind == _I32(k) for k in kinds])
 
 
 def _merged(tiles: Tiles, rows):
@@ -241,18 +248,7 @@ def make_tables(c: Config, starts, ends, limit: int):
     direct = fresh & ~(begins & (lax.cummax(jnp.where(ahead, after, _I32(-1))) == v))
     r_visit = lax.cummax(jnp.where(direct, v, jnp.where(ahead, after, _I32(0))))
 
-    first = take(starts) + j * _I32(tiles.block)
-    count = jnp.where(real, jnp.clip(take(ends) - first, _I32(0), _I32(tiles.block)), _I32(0))
-    base = jnp.minimum(first >> _I32(5), _I32(c.max_base))
-    tail = jnp.where(take(merge), take(rows) - _I32(tiles.block), _I32(0))
-    single = (take(rows) <= _I32(tiles.block)) | take(merge)
-    # Other row blocks may begin in the same window: it must stay as it is.
-    shared = (base >= _I32(c.max_base)) | (count < _I32(ALIGN))
-    kind = jnp.where(shared, _I32(SHARED), _I32(FULL))
-    if tiles.block > SHORT:
-        kind = jnp.where(count <= _I32(SHORT - ALIGN), _I32(SHORT_BLOCK), kind)
-    kind = jnp.where(count > _I32(0), kind, _I32(EMPTY))
-    flags = single.astype(np.int32) << _I32(_SINGLE) | (j == _I32(0)).astype(np.int32) << _BEGINS
+    base, rows, count = _row_blocks(c, take(starts), take(ends), take(merge), j, real)
     direct = direct.astype(np.int32) << _I32(_DIRECT)
     return (
         total,
@@ -262,9 +258,32 @@ def make_tables(c: Config, starts, ends, limit: int):
             s_at=take(base | (s.window(s_tile) << _I32(_STRIP)), hold_s),
             r_at=take(base | (r.window(r_tile) << _I32(_STRIP)), r_visit),
             r_visit=r_visit,
-            rows=(first - base * _I32(ALIGN)) | (tail << _I32(_HALF)),
-            count=count | (kind << _I32(_HALF)) | flags,
+            rows=rows,
+            count=count,
             slot=(slot % _I32(tiles.slots)) | direct,
         ),
         hold_s,
     )
+
+
+def _row_blocks(c: Config, start, end, merge, j, real):
+    """Row block j of groups with rows [start, end), int32 [limit] all: (base, rows, count).
+
+    base: the 32-row tile that its window begins with; rows, count: words of the tables. ``merge``:
+    whether a short block goes with it; ``real``: whether there is one.
+    """
+    block = _I32(c.tiles.block)
+    first = start + j * block
+    count = jnp.where(real, jnp.clip(end - first, _I32(0), block), _I32(0))
+    base = jnp.minimum(first >> _I32(5), _I32(c.max_base))
+    tail = jnp.where(merge, end - start - block, _I32(0))
+    single = (end - start <= block) | merge
+    # Other row blocks may begin in the same window: it must stay as it is.
+    shared = (base >= _I32(c.max_base)) | (count < _I32(ALIGN))
+    kind = jnp.where(shared, _I32(SHARED), _I32(FULL))
+    if c.tiles.block > SHORT:
+        kind = jnp.where(count <= _I32(SHORT - ALIGN), _I32(SHORT_BLOCK), kind)
+    kind = jnp.where(count > _I32(0), kind, _I32(EMPTY))
+    flags = single.astype(np.int32) << _I32(_SINGLE) | (j == _I32(0)).astype(np.int32) << _BEGINS
+    rows = (first - base * _I32(ALIGN)) | (tail << _I32(_HALF))
+    return base, rows, count | (kind << _I32(_HALF)) | flags

@@ -308,7 +308,7 @@ class _Visit:
 
         for which, lengths, with_acc, fusable in self.products():
             product = self.product(lengths, with_acc)
-            if fusable and c.max_base and product[0] > 1:
+            if fusable and c.fuses:
                 pl.when(which & fused)(
                     lambda product=product: _run_under(product, *self.vector_tasks(lower))
                 )
@@ -323,7 +323,7 @@ class _Visit:
         """Whether the windows are quantized under the product: a group's only, full block."""
         c, done = self.c, self.done
         full = self.new.is_kind(FULL)
-        if not c.max_base or c.tiles.product == (c.tiles.tp, c.tiles.tq):
+        if not c.fuses:
             return jnp.zeros_like(full)
         fused = full & (self.v > _I32(0)) & done.single & done.is_kind(FULL, SHARED)
         return fused & self.next.is_kind(FULL) if c.n_s > 1 else fused

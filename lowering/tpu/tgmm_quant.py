@@ -35,14 +35,15 @@ from fp8moe_prims.lowering import numerics
 from fp8moe_prims.lowering.tpu import dots
 from fp8moe_prims.lowering.tpu.chip import Chip
 from fp8moe_prims.lowering.tpu.layout import LANES, flat_map, round_up
-from fp8moe_prims.lowering.tpu.tgmm_blocks import (
-    Config,
-    Side,
-    Tables,
-    make_tables,
-)
+from fp8moe_prims.lowering.tpu.tgmm_blocks import Config, Side, Tables, make_tables
 from fp8moe_prims.lowering.tpu.tgmm_kernel import kernel
-from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, MAX_TABLE, Problem, choose_tiles
+from fp8moe_prims.lowering.tpu.tgmm_tiles import (
+    ALIGN,
+    MAX_TABLE,
+    Problem,
+    choose_tiles,
+    most_visits,
+)
 
 _I32 = np.int32
 
@@ -65,13 +66,13 @@ def _scratch(c: Config):
 
 
 def _call(
-    c: Config, blocks, starts, ends, maps, *, lhs, dout, lhs_scale, transpose, expected, interpret
+    c: Config, most, starts, ends, maps, *, lhs, dout, lhs_scale, transpose, expected, interpret
 ):
     """One pallas_call: [units, p, q].
 
     Args:
       c: the configuration.
-      blocks: row blocks of all units (an empty one counts), at most.
+      most: visits of all units, at most.
       starts, ends: int32 [units].
       maps: which batch element of lhs, of dout and of lhs_scale serves a unit: int32 [units] each,
         or None where it is the first for all.
@@ -84,8 +85,8 @@ def _call(
     tiles, window = c.tiles, c.tiles.window
     a, b = (dout, lhs) if transpose else (lhs, dout)
     s, r = (a, b) if tiles.resident_b else (b, a)
-    limit = c.n_s * c.side(True).tiles * blocks + 1  # the last step multiplies only
-    visits, tables, hold_s = make_tables(c, starts, ends, limit)
+    # The last step multiplies only.
+    visits, tables, hold_s = make_tables(c, starts, ends, limit=most + 1)
     dout_resident = transpose != tiles.resident_b
     keys = [False, True] + ["rowscale"] * (lhs_scale is not None)
     arrays = {False: s, True: r}
@@ -282,12 +283,8 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
     c = Config(m, tiles, a, b, out_dtype, chip)
 
     # All batch elements in one call; one after the other where its tables would be too long.
-    blocks = m // tiles.block + g  # row blocks of one batch element, at most
-    p_width, q_width = (y.shape[-1] for y in arrays)
-    tile_count = -(-p_width // tiles.tp) * -(-q_width // tiles.tq)
-    count = math.prod(batch)
-    length = blocks * tile_count + g  # of the tables of one batch element
-    if tile_count > 1 and length > MAX_TABLE:
+    count, most = math.prod(batch), most_visits(problem, tiles)
+    if a.tiles * b.tiles > 1 and most > MAX_TABLE:
         return _halves(x, p, chip, interpret)
     call = functools.partial(
         _call,
@@ -298,9 +295,9 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
         transpose=p.transpose_out,
         interpret=interpret,
     )
-    if count == 1 or count * length <= MAX_TABLE:
-        out = call(count * blocks, starts, ends, maps, expected=rows)
+    if count == 1 or count * most <= MAX_TABLE:
+        out = call(count * most, starts, ends, maps, expected=rows)
     else:
         each = jax.tree.map(lambda y: y.reshape(count, g), (starts, ends, *maps))
-        out = lax.map(lambda y: call(blocks, y[0], y[1], y[2:], expected=rows // count), each)
+        out = lax.map(lambda y: call(most, y[0], y[1], y[2:], expected=rows // count), each)
     return out.reshape(out_shape)

@@ -197,11 +197,10 @@ def _cost(x: Problem, t: Tiles, chip: Chip) -> float:
     return cost + visits * t.tp * t.tq / 512  # the accumulator's loads and stores
 
 
-def _excess(x: Problem, t: Tiles) -> int:
-    """Length of the tables of one batch element, where they would not fit SMEM; else 0."""
-    groups, tiles = x.groups // x.batches, -(-x.p // t.tp) * -(-x.q // t.tq)
-    length = tiles * (x.m // t.block + groups) + groups
-    return length if length > MAX_TABLE else 0
+def most_visits(x: Problem, t: Tiles) -> int:
+    """Visits that the groups of one batch element have at most, however long they are."""
+    tiles = -(-x.p // t.tp) * -(-x.q // t.tq)
+    return tiles * (x.m // t.block + x.groups // x.batches)
 
 
 def choose_tiles(x: Problem, chip: Chip) -> Tiles | None:
@@ -211,5 +210,9 @@ def choose_tiles(x: Problem, chip: Chip) -> Tiles | None:
     """
     budget = int(chip.vmem_bytes * 0.955)
     fitting = (_fit(x, budget, *cut) for cut in _candidates(x))
-    key = lambda t: (_excess(x, t), _cost(x, t, chip), -t.ts * t.tr)
+
+    def key(t):
+        visits = most_visits(x, t)
+        return visits if visits > MAX_TABLE else 0, _cost(x, t, chip), -t.ts * t.tr
+
     return min((t for t in fitting if t is not None), key=key, default=None)
