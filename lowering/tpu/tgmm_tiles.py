@@ -106,7 +106,6 @@ class Problem:
       out_dtype: the output's dtype.
       rows: rows expected to be valid.
       scales: whether a and whether b have scales of their own per row block.
-      product: rows and columns of one product, at most.
       batches: batch elements, which the groups belong to.
     """
 
@@ -121,7 +120,6 @@ class Problem:
     out_dtype: object
     rows: int
     scales: tuple[bool, bool]
-    product: int = 512
     batches: int = 1
 
     @property
@@ -132,6 +130,11 @@ class Problem:
     @property
     def out_bytes(self) -> int:
         return np.dtype(self.out_dtype).itemsize
+
+    @property
+    def product(self) -> int:
+        """Rows and columns of one product, at most: fewer where float8 is widened for the MXU."""
+        return 1024 if self.slab_bytes == 1 else 512
 
     def widths(self, resident_b: bool):
         """(columns, bytes per element) of S and of R."""
