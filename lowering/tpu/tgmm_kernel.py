@@ -39,7 +39,7 @@ from fp8moe_prims.lowering.tpu.tgmm_blocks import (
     Config,
     Tables,
 )
-from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, MXU_COLUMNS, SHORT, TAIL
+from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, SHORT, TAIL
 from fp8moe_prims.lowering.tpu.tgmm_windows import (
     Source,
     clean,
@@ -65,15 +65,15 @@ class Operand:
     scales: object
 
 
-def _product(c: Config, a: Operand, b: Operand, out, lengths, acc=None, is_first=None):
-    """(chunks of the output tile, body): out = (acc unless is_first) + sum over parts a^T b.
+def _product(c: Config, a: Operand, b: Operand, out, lengths, acc, begins=None):
+    """(chunks of the output tile, body): out = sum over parts a^T b, and acc unless ``begins``.
 
-    ``lengths``: [(first slab row, rows, index of the scales)] of the parts.
+    Args:
+      lengths: [(first slab row, rows, index of the scales)] of the parts.
+      acc: ref [tp, tq] float32. Without ``begins``, all but the first part wait there.
     """
     tp, tq = out.shape
     cp, cq = c.tiles.product
-    if len(lengths) > 1 and cq % (2 * MXU_COLUMNS) == 0:
-        cq //= 2  # the sum of two products takes more registers
     fixed = np.float32(1.0)
     for side in (c.a, c.b):
         if side.bound is not None and side.qdtype is not None:
@@ -83,8 +83,8 @@ def _product(c: Config, a: Operand, b: Operand, out, lengths, acc=None, is_first
         row = pl.multiple_of((i // _I32(tq // cq)) * _I32(cp), LANES)
         column = pl.multiple_of((i % _I32(tq // cq)) * _I32(cq), LANES)
         rows, columns = pl.ds(row, cp), pl.ds(column, cq)
-        total = None
-        for first, length, part in lengths:
+
+        def multiply(first, length, part):
             x = dots.dot(
                 a.slab[pl.ds(first, length), rows],
                 b.slab[pl.ds(first, length), columns],
@@ -97,11 +97,19 @@ def _product(c: Config, a: Operand, b: Operand, out, lengths, acc=None, is_first
                 x = x * b.scales[part, :, columns]
             if a.scales is not None:
                 x = x * jnp.concatenate([a.scales[part, rows, :]] * (cq // LANES), axis=1)
-            total = x if total is None else total + x
-        if acc is not None:
-            total = total + jnp.where(is_first, np.float32(0), acc[rows, columns])
+            return x
+
+        whole, *short = lengths
+        if short:
+            # In registers it would be spilled until the other product is there.
+            acc[rows, columns] = multiply(*short[0])
+        total = multiply(*whole)
+        if short:
+            total = total + acc[rows, columns]
+        if begins is not None:
+            total = total + jnp.where(begins, np.float32(0), acc[rows, columns])
             acc[rows, columns] = total
-        if acc is not out:
+        if acc is not out or begins is None:
             out[rows, columns] = total.astype(out.dtype)
 
     return (tp // cp) * (tq // cq), chunk
@@ -263,11 +271,10 @@ class _Visit:
             True: self.operand(True, self.tables.slot_of(self.old)),
         }
         a, b = slabs[c.a.resident], slabs[c.b.resident]
-        if not with_acc:
-            return _product(c, a, b, self.out, lengths)
         # A float32 output block is its own accumulator.
         acc = self.out if self.scratch["acc"] is None else self.scratch["acc"]
-        return _product(c, a, b, self.out, lengths, acc, self.done.begins)
+        begins = self.done.begins if with_acc else None
+        return _product(c, a, b, self.out, lengths, acc, begins)
 
     def products(self):
         """[(which products, lengths, with the accumulator or not, fusable or not)]"""
