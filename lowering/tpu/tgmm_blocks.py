@@ -248,7 +248,11 @@ def make_tables(c: Config, starts, ends, limit: int):
     direct = fresh & ~(begins & (lax.cummax(jnp.where(ahead, after, _I32(-1))) == v))
     r_visit = lax.cummax(jnp.where(direct, v, jnp.where(ahead, after, _I32(0))))
 
-    base, rows, count = _row_blocks(c, take(starts), take(ends), take(merge), j, real)
+    # The last window may serve several row blocks, those that begin in it.
+    first_late = (_I32(c.max_base * ALIGN) - starts + _I32(tiles.block - 1)) // _I32(tiles.block)
+    late = jnp.sum(jnp.maximum(blocks - jnp.maximum(first_late, _I32(0)), _I32(0)))
+    shared = late > _I32(1 if c.max_base else 0)
+    base, rows, count = _row_blocks(c, take(starts), take(ends), take(merge), j, real, shared)
     direct = direct.astype(np.int32) << _I32(_DIRECT)
     return (
         total,
@@ -266,11 +270,12 @@ def make_tables(c: Config, starts, ends, limit: int):
     )
 
 
-def _row_blocks(c: Config, start, end, merge, j, real):
+def _row_blocks(c: Config, start, end, merge, j, real, last_shared):
     """Row block j of groups with rows [start, end), int32 [limit] all: (base, rows, count).
 
     base: the 32-row tile that its window begins with; rows, count: words of the tables. ``merge``:
-    whether a short block goes with it; ``real``: whether there is one.
+    whether a short block goes with it; ``real``: whether there is one; ``last_shared``: whether the
+    array's last window serves several row blocks.
     """
     block = _I32(c.tiles.block)
     first = start + j * block
@@ -279,7 +284,7 @@ def _row_blocks(c: Config, start, end, merge, j, real):
     tail = jnp.where(merge, end - start - block, _I32(0))
     single = (end - start <= block) | merge
     # Other row blocks may begin in the same window: it must stay as it is.
-    shared = (base >= _I32(c.max_base)) | (count < _I32(ALIGN))
+    shared = ((base >= _I32(c.max_base)) & last_shared) | (count < _I32(ALIGN))
     kind = jnp.where(shared, _I32(SHARED), _I32(FULL))
     if c.tiles.block > SHORT:
         kind = jnp.where(count <= _I32(SHORT - ALIGN), _I32(SHORT_BLOCK), kind)
