@@ -8,10 +8,20 @@ import sys
 import tempfile
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from absl.testing import absltest, parameterized
 
 from tests.helpers import run_tool as _run
-from tools import _bench_tpu, _hlo, _llo_run, _tpu_call, bench, dump_hlo
+from tools import (
+    _bench_projection,
+    _bench_tpu,
+    _hlo,
+    _llo_run,
+    _tpu_call,
+    bench,
+    dump_hlo,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -360,6 +370,54 @@ class BenchTest(parameterized.TestCase):
         code, out, err = _run(bench.main, "tpu", "--only", rows)
         self.assertEqual(code, 0, err)
         self.assertRegex(out, rows + r" of 1 row( +[\d.]+){5} +[\d.]+ MB\n +blocks \d+/64 x 64;")
+
+    def test_projection_table(self):
+        count = lambda cycles, copies=0.0: {"cycles": cycles, "copies": copies}
+        chain = lambda cycles: {"cycles": cycles, "temporaries": cycles << 10}
+        parts = ("forward", "dlhs", "drhs")
+        row = {
+            "name": "k=128 n=256, 64 static rows",
+            "ours": dict(zip(parts, (count(900), count(1000), count(800, 1100)), strict=True)),
+            "tokamax": dict.fromkeys(parts, count(1000)),
+            "chains": dict(
+                zip((*parts, "drhs again"), map(chain, (100, 400, 1000, 2500)), strict=True)
+            ),
+            "temporaries": 3 << 20,
+        }
+        self.assertEqual(_bench_projection.ratios(row), {"drhs": 1.5, "drhs again": 2.0})
+        options = bench.parse_arguments(["tpu", "--projection"])
+        text = _bench_projection.table([row], options)
+        self.assertRegex(text, r"ours +0\.9 +1\.0 +1\.1 +3\.0 +3\.00 MiB\n")
+        self.assertRegex(text, r"dense chains, both again +0\.1 +0\.4 +2\.5 +3\.0 +2\.44 MiB\n")
+        self.assertIn("chains / ours: 1.50; both again: 2.00\n", text)
+        del row["tokamax"]
+        self.assertNotIn("/ ours", _bench_projection.table([row], options))
+        row["ours"]["dlhs"] = {"error": "no result after 1 s"}
+        self.assertIn("ours, dlhs: no result", _bench_projection.table([row], options))
+
+    def test_projection_calls(self):
+        calls = _bench_projection.kernels(128, 256, 64, (32,), "tokamax")
+        self.assertEqual({x.lhs for x in calls.values()}, {"fp8"})
+        self.assertEqual({x.rows for x in calls.values()}, {32})
+        ours = _bench_projection.kernels(128, 256, 64, (32,))
+        self.assertEqual([x.lhs for x in ours.values()], ["fp8", "quantize", "fp8"])
+        self.assertEqual([x.transpose for x in ours.values()], [False, True, False])
+
+    def test_projection_chains(self):
+        """They have the arguments that they are compiled for, and keep NaN in the tail there."""
+        rng = np.random.default_rng(0)
+        make = lambda x: jnp.asarray(rng.uniform(0.5, 1, x.shape), x.dtype)
+        valid = 24
+        for part, steps in _bench_projection.chains(128, 256, 32, 2).items():
+            for fn, like in steps:
+                args = [make(x) for x in like]
+                if args[-1].dtype == jnp.int32:
+                    args[-1] = jnp.array([8, 16], jnp.int32)
+                dirty = [x.at[valid:].set(jnp.nan) if x.shape[0] == 32 else x for x in args]
+                for x, y in zip(*map(jax.tree.leaves, (fn(*args), fn(*dirty))), strict=True):
+                    rows = valid if x.shape[0] == 32 else None
+                    same = np.asarray(x, np.float32)[:rows], np.asarray(y, np.float32)[:rows]
+                    np.testing.assert_array_equal(*same, err_msg=part)
 
     def test_sweeps(self):
         def points(*argv):

@@ -95,11 +95,12 @@ def measure(options, say) -> list[dict]:
         if re.search(options.only, name):
             say(name)
             row = {"name": name, "groups": len(call.sizes), "rows": call.rows, **floors(call)}
-            rows.append(row | _counted(call, row["mxu"], options.timeout))
+            rows.append(row | counted(call, row["mxu"], options.timeout))
     return rows
 
 
-def _counted(call: Call, mxu_floor: float, timeout: int) -> dict:
+def counted(call: Call, mxu_floor: float, timeout: int) -> dict:
+    """What a call executes, or why that is not known."""
     try:
         run, temporaries = _tpu_call.follow(call, timeout=timeout)
     except (RuntimeError, ValueError) as e:
@@ -147,6 +148,8 @@ def table(rows, options) -> str:
 
 
 def add_arguments(parser, positive) -> None:
+    text = "a projection's forward and both gradients, beside float8 kernels and dense chains"
+    parser.add_argument("--projection", action="store_true", help=text)
     parser.add_argument("--groups", type=positive, default=32, help="of 1024 rows on average")
     parser.add_argument("--only", default="", metavar="REGEX", help="rows whose name matches")
     parser.add_argument("--timeout", type=positive, default=600, help="seconds of one compile")

@@ -34,7 +34,8 @@ class Call:
       lhs: "fp8" (saved, with a row scale), "quantize" (bf16, quantized in the kernel) or "bf16".
       transpose: gmm's dlhs form: the rows have n columns and meet the weights transposed.
       library: "ours", or "tokamax": its second TPU kernels, whose tgmm takes both operands in
-        float8 ("fp8") or in bf16, and whose gmm takes a bf16 lhs ("quantize", "bf16").
+        float8 ("fp8") or in bf16, and whose gmm takes a bf16 lhs ("quantize", "bf16") or one in
+        float8 that has no row scale ("fp8"; transposed, neither has the weights' scale).
     """
 
     op: str
@@ -162,10 +163,15 @@ def _tokamax(call: Call):
     bf16, fp8, f32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32
     common = dict(preferred_element_type=bf16)
     if call.op == "gmm":
-        quantize = call.lhs == "quantize"
-        scale = [struct((g, 1, 1, n), f32)] if quantize else []
-        args = [struct((m, k), bf16), struct((g, k, n), fp8 if quantize else bf16), *scale]
+        quantize, plain = call.lhs == "quantize", call.lhs == "bf16"
+        e5m2 = jnp.float8_e5m2
+        lhs = struct((m, n), e5m2) if call.transpose else struct((m, k), fp8)
+        if call.lhs != "fp8":
+            lhs = struct(lhs.shape, bf16)
+        scale = [] if plain or call.transpose else [struct((g, 1, 1, n), f32)]
+        args = [lhs, struct((g, k, n), bf16 if plain else fp8), *scale]
         common |= dict(maybe_quantize_lhs=quantize, zero_initialize=False)
+        common |= dict(transpose_rhs=call.transpose)
 
         def fn(sizes, lhs, rhs, scale=None):
             return gmm_v2.gmm_v2(lhs, rhs, sizes, scale, **common)
@@ -220,8 +226,8 @@ def _scalars(fn, call: Call, args) -> list:
     raise RuntimeError("the call has no kernel")
 
 
-def _compile(fn, args, target: str) -> int:
-    """Compiles a function; bytes of its temporaries."""
+def compile_for_core(fn, args, target="tpu7x"):
+    """A function of ShapeDtypeStructs, compiled for one core."""
     import jax
     import numpy as np
 
@@ -229,8 +235,7 @@ def _compile(fn, args, target: str) -> int:
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in args]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled = jax.jit(fn).lower(*args).compile()
-    return int(compiled.memory_analysis().temp_size_in_bytes)
+        return jax.jit(fn).lower(*args).compile()
 
 
 def main() -> None:
@@ -244,7 +249,8 @@ def main() -> None:
     else:
         fn, args = _function(call, job["target"])
         operands = _scalars(fn, call, args)
-    temporaries = _compile(fn, args, job["target"])
+    memory = compile_for_core(fn, args, job["target"]).memory_analysis()
+    temporaries = int(memory.temp_size_in_bytes)
     with open(sys.argv[2], "w") as f:
         json.dump({"operands": operands, "temporaries": temporaries}, f)
     os._exit(0)  # libtpu's teardown has nothing to tell

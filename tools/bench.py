@@ -2,7 +2,7 @@
 
     python tools/bench.py cpu [--sweep buffer|rows|experts] [--json FILE] [--png FILE]
     python tools/bench.py layer [--json FILE]
-    python tools/bench.py tpu [--json FILE]
+    python tools/bench.py tpu [--projection] [--json FILE]
 
 `cpu` times ours, the dense chain and an unquantized ragged_dot on this machine, in one run,
 repetition by repetition in turn. Only ratios mean something: the absolute times are this machine's,
@@ -13,7 +13,8 @@ and prints the temporaries and collectives that the compiler reports. With `--ta
 the layer instead, over as many host devices, on buffers of each factor.
 
 `tpu` compiles the grouped matmul kernels for a v7x core, counts the cycles of whole calls in the
-compiler's schedule and compares them with the floors of the MXU and of HBM.
+compiler's schedule and compares them with the floors of the MXU and of HBM. With `--projection` it
+compares a whole projection, forward and both gradients, with the dense chains around such kernels.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from tools import _bench_cpu, _bench_layer, _bench_tpu, _tpu
+from tools import _bench_cpu, _bench_layer, _bench_projection, _bench_tpu, _tpu
 
 # ------------------------------------------------------------------------------ command line
 
@@ -122,9 +123,11 @@ def _add_layer(commands) -> None:
 
 def run_tpu(options) -> None:
     _tpu.set_environment()
-    rows = _bench_tpu.measure(options, _say)
-    print(_bench_tpu.table(rows, options))
-    _write_json(options, {"benchmark": "tpu", "table": rows})
+    bench = _bench_projection if options.projection else _bench_tpu
+    rows = bench.measure(options, _say)
+    print(bench.table(rows, options))
+    name = "projection" if options.projection else "tpu"
+    _write_json(options, {"benchmark": name, "table": rows})
 
 
 def _add_tpu(commands) -> None:
