@@ -176,6 +176,23 @@ class TgmmKernelTest(parameterized.TestCase):
         got = _runner(p)(lhs, scale, dout, starts, ends)
         self._assert_close(got, _reference(lhs, scale, dout, starts, ends, p))
 
+    def test_last_window(self):
+        """It begins at row 704; one row block in it, a short one with it, several, none."""
+        m, k, n = 1216, 129, 200
+        p = _params(block_m=384)
+        lhs, dout, run = self._normal((m, k)), self._normal((m, n), seed=1), _runner(p)
+        for sizes, gaps in (
+            ([384, 384, 384], [0, 0, 0]),
+            ([832, 384, 0], [0, 0, 0]),
+            ([752, 464, 0], [0, 0, 0]),
+            ([703, 513, 0], [0, 0, 0]),
+            ([736, 300, 180], [0, 0, 0]),
+            ([384, 310, 0], [0, 6, 0]),
+        ):
+            starts, ends = _ranges(sizes, gaps)
+            got = run(lhs, None, dout, starts, ends)
+            self._assert_close(got, _reference(lhs, None, dout, starts, ends, p))
+
     @parameterized.named_parameters(
         ("mixed", (2, 1), (1, 3), (2, 3)),
         ("ranges", (1, 1), (2, 1), (1, 3)),

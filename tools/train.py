@@ -234,7 +234,9 @@ def parse_arguments(argv=None) -> argparse.Namespace:
         "--every", type=int, default=50, help="steps to an evaluation (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of parameters and batches")
-    parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument(
+        "--rate", type=float, default=5e-4, help="highest learning rate (%(default)s)"
+    )
     parser.add_argument(
         "--runs",
         default=";".join(names),

@@ -280,7 +280,7 @@ def _row_blocks(c: Config, start, end, merge, j, real, last_shared):
     block = _I32(c.tiles.block)
     first = start + j * block
     count = jnp.where(real, jnp.clip(end - first, _I32(0), block), _I32(0))
-    base = jnp.minimum(first >> _I32(5), _I32(c.max_base))
+    base = jnp.clip(first >> _I32(5), _I32(0), _I32(c.max_base))
     tail = jnp.where(merge, end - start - block, _I32(0))
     single = (end - start <= block) | merge
     # Other row blocks may begin in the same window: it must stay as it is.

@@ -8,7 +8,8 @@ Visit v multiplies the slabs of visit v - 1 while it quantizes its own windows:
                                 next pass joins it, a part at each S tile but the first
     scales   of a: [.., 2, tp, 128], a column, equal in all lanes; of b: [.., 2, 1, tq]; the second
              of the two belongs to the short block in the slab's last rows
-    acc      [tp, tq] float32   sum over the row blocks of a group of more than one visit
+    acc      [tp, tq] float32   sum over the row blocks of a group of more than one visit; in a
+                                visit with a short block, this one's product until the other is done
     out      [tp, tq]           written back when the output tile changes
 
 Three kinds of visits have code of their own. *full*: a row block of more than 224 rows, and the
@@ -18,7 +19,7 @@ window, its slab rows are the last 128. *short*: at most 224 rows, a slab of 256
 A window begins at a multiple of 32 rows. `clean` brings it into shape in place: rows of other
 groups become zeros, and window row w >= block, which the block's first rows have pushed out, goes
 to row w - block. So a full slab is quantized without a mask however the group is aligned. Only a
-window that several row blocks may share (the array's last one) stays as it is, and its rows are
+window that several row blocks share (the array's last one may be) stays as it is, and its rows are
 *masked* as they are read.
 """
 
@@ -69,8 +70,8 @@ def _product(c: Config, a: Operand, b: Operand, out, lengths, acc, begins=None):
     """(chunks of the output tile, body): out = sum over parts a^T b, and acc unless ``begins``.
 
     Args:
-      lengths: [(first slab row, rows, index of the scales)] of the parts.
-      acc: ref [tp, tq] float32. Without ``begins``, all but the first part wait there.
+      lengths: [(first slab row, rows, index of the scales)] of the parts, one or two.
+      acc: ref [tp, tq] float32. Without ``begins`` the second part's product waits there.
     """
     tp, tq = out.shape
     cp, cq = c.tiles.product

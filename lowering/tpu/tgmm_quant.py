@@ -167,7 +167,7 @@ def _call(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=c.chip.vmem_bytes,
-            disable_bounds_checks=True,  # of each block's copy: 60 bundles a visit; `make_tables`
+            disable_bounds_checks=True,  # of each window's copy; `place` keeps them within the arrays
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * expected * c.a.width * c.b.width,
