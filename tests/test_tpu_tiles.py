@@ -335,6 +335,8 @@ class ChoiceTest(parameterized.TestCase):
                        block_k=14336)  # fmt: skip
         with self.assertRaisesRegex(ValueError, "smaller block_k"):
             _choice(gmm_call)
+        with self.assertRaisesRegex(ValueError, "20000 groups .* at most 16000 groups"):
+            _choice(Gmm("v7x", 64, 128, 128, g=20000))
         tgmm_call = Tgmm("safe", 65536, 2048, 2048, lhs="f32", dout="f32", block_m=16384)
         with self.assertRaisesRegex(NotImplementedError, "smaller block_m"):
             jax.eval_shape(*tgmm_call.function())

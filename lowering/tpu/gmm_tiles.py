@@ -224,6 +224,11 @@ def choose(q: Problem, chip: Chip) -> Tiles:
                     best, best_cost = Tiles(tm, tn, tk, sub, step, vmem), cost
         if best is not None:
             return best  # fewer k tiles always win: each re-reads the weights for every visit
+    if max_visits(q.batches, q.m, q.g, q.m) + 8 * q.batches * q.g > MAX_TABLE:
+        raise ValueError(
+            f"fp8moe gmm: the tables of {q.batches * q.g} groups do not fit the scalar memory of a "
+            f"{chip.name} core; take at most {MAX_TABLE // 10} groups in one call."
+        )
     raise ValueError(
         f"fp8moe gmm: no tiling of lhs [{q.m}, {q.k}] x rhs [{q.g}, {q.k}, {q.n}] with block_k "
         f"{q.block_k} fits the {chip.vmem_bytes} bytes of VMEM of a {chip.name} core; use a "
