@@ -82,16 +82,21 @@ class Code:
     text: str
 
 
+def dumping(folder: str, passes: str) -> dict[str, str]:
+    """The environment of a process whose libtpu writes what these passes give to folder."""
+    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    flags += f" --xla_jf_dump_llo_pass_label_regex={passes}"
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    return dict(os.environ, LIBTPU_INIT_ARGS=f"{given} {flags}".strip())
+
+
 def dump(argv, folder: str) -> None:
     """Runs a Python program with libtpu writing its bundles to folder.
 
     Raises:
       SystemExit: the program failed.
     """
-    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-    flags += f" --xla_jf_dump_llo_pass_label_regex={PASSES}"
-    given = os.environ.get("LIBTPU_INIT_ARGS", "")
-    environment = dict(os.environ, LIBTPU_INIT_ARGS=f"{given} {flags}".strip())
+    environment = dumping(folder, PASSES)
     done = subprocess.run([sys.executable, *argv], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr[-4000:])

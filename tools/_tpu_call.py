@@ -19,7 +19,7 @@ from unittest import mock
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from tools import _llo_run, _tpu
+from tools import _llo, _llo_run, _tpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,15 +77,12 @@ def _run_child(call, target, folder, timeout) -> dict:
     job, result = os.path.join(folder, "job.json"), os.path.join(folder, "result.json")
     with open(job, "w") as f:
         json.dump({"call": dataclasses.asdict(call), "target": target}, f)
-    flags = (
-        f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        " --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
-    )
-    more = {"LIBTPU_INIT_ARGS": flags, "TPU_STDERR_LOG_LEVEL": "3"}
+    environment = _llo.dumping(folder, ".*final_bundles.*")
+    environment |= {"JAX_TRACEBACK_FILTERING": "off", "TPU_STDERR_LOG_LEVEL": "3"}
     try:
         done = subprocess.run(
             [sys.executable, os.path.abspath(__file__), job, result],
-            env=dict(os.environ, JAX_TRACEBACK_FILTERING="off", **more),
+            env=environment,
             capture_output=True,
             text=True,
             timeout=timeout,
