@@ -122,11 +122,12 @@ def _vmem_bytes(q: Problem, chip: Chip, tm: int, tn: int, tk: int, sub: int, ste
 def _kept_lhs(q: Problem, chip: Chip, tn: int, tk: int, sub: int, step: int) -> int:
     """Bytes of the lhs that stand in spilled registers while several column tiles are made.
 
-    The compiler does so for MXUs of 128 columns, and for float32 with those of 256 too; else it
-    reads the lhs from VMEM again.
+    The compiler does so for MXUs of 128 columns, and with those of 256 for float32 and what is
+    widened to bf16; else it reads the lhs from VMEM again.
     """
-    ready = dot_dtypes(*q.mxu_dtypes, chip)[0]
-    if tn <= LANES or (chip.mxu_width > LANES and ready != np.float32):
+    lhs, rhs = q.mxu_dtypes
+    ready, _ = dot_dtypes(lhs, rhs, chip)
+    if tn <= LANES or (chip.mxu_width > LANES and ready != np.float32 and ready == lhs):
         return 0
     # The contraction that all columns go through before the next part of it.
     by_block = q.block_k is not None and acc_columns(q, tn, tk, step) == tn
