@@ -167,7 +167,7 @@ def _call(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=c.chip.vmem_bytes,
-            disable_bounds_checks=True,  # of each window's copy; `place` keeps them within the arrays
+            disable_bounds_checks=True,  # of the windows, which `place` keeps within
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * expected * c.a.width * c.b.width,
