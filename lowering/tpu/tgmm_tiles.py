@@ -170,7 +170,7 @@ def _fit(x: Problem, budget: int, block: int, resident_b: bool, ts: int, tr: int
     product += (3 if x.slab_bytes == 4 else 1) * (cp + cq) * block * x.slab_bytes
     # or, where it is small, the float32 strips of 128 columns that are quantized together
     fixed += max(product, 6 * block * LANES * 4)
-    fixed += (window + 2 * LANES) * 4 * LANES + (1 << 20)
+    fixed += (window + 2 * LANES) * 4 * LANES + (5 << 18)
     a_column = 2 * tp * LANES * 4 if x.scales[0] else 0
     b_row = 2 * tq * 8 * 4 if x.scales[1] else 0
     fixed += 2 * (a_column if resident_b else b_row)
