@@ -178,8 +178,7 @@ def transposed_rows(ct, x, weights, dtype, m, p):
         # A gather without weights moves rows as they are.
         moved = ct.dtype if weights is None else dtype
         (dy,) = ragged_gather_p.call(operands, RowsParams(moved, p.tail, p.expected_rows))
-        dy = dy.astype(dtype)
-        return dy
+        return dy.astype(dtype)
     inside = (x.indices >= x.start[..., None, None]) & (x.indices < x.end[..., None, None])
     targets = jnp.where(inside, x.indices, np.int32(-1))
     start, end = whole(ct)

@@ -13,15 +13,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from tests.helpers import run_tool as _run
-from tools import (
-    _bench_projection,
-    _bench_tpu,
-    _hlo,
-    _llo_run,
-    _tpu_call,
-    bench,
-    dump_hlo,
-)
+from tools import _bench_projection, _bench_tpu, _hlo, _llo_run, _tpu_call, bench, dump_hlo
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

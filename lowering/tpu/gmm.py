@@ -32,7 +32,7 @@ from fp8moe_prims.lowering.tpu.gmm_kernel import (
     Table,
     kernel,
 )
-from fp8moe_prims.lowering.tpu.gmm_tiles import MAX_TABLE, Problem, choose
+from fp8moe_prims.lowering.tpu.gmm_tiles import MAX_TABLE, Problem, choose, table_length
 from fp8moe_prims.lowering.tpu.layout import LANES, flat_map
 from fp8moe_prims.lowering.tpu.visits import make_visits, max_visits
 
@@ -307,7 +307,7 @@ def gmm(x, p, *, chip: Chip, interpret=False) -> jax.Array:
     q = _problem(x, p, batches)
     if q.m == 0 or batches == 0 or q.g == 0:
         return jnp.zeros(full + (q.m, q.n), q.out_dtype)
-    if batches > 1 and max_visits(batches, q.m, q.g, 256) + 8 * batches * q.g > MAX_TABLE // 2:
+    if batches > 1 and table_length(q, 256) > MAX_TABLE // 2:
         # The tables of so many batches do not fit SMEM together.
         axis, halves = _halves(x, full)
         parts = [gmm(h, p, chip=chip, interpret=interpret) for h in halves]

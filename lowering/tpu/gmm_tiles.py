@@ -207,6 +207,11 @@ def _depth_tiles(q: Problem):
     return sorted(sizes, reverse=True)
 
 
+def table_length(q: Problem, tm: int) -> int:
+    """int32 values of the tables of a call with row tiles of tm: one a visit, eight a group."""
+    return max_visits(q.batches, q.m, q.g, tm) + 8 * q.batches * q.g
+
+
 @functools.lru_cache(maxsize=1024)
 def choose(q: Problem, chip: Chip) -> Tiles:
     best, best_cost = None, math.inf
@@ -218,14 +223,14 @@ def choose(q: Problem, chip: Chip) -> Tiles:
                 vmem = _vmem_bytes(q, chip, tm, tn, tk, sub, step)
                 if vmem > chip.vmem_bytes:
                     continue
-                if max_visits(q.batches, q.m, q.g, tm) + 8 * q.batches * q.g > MAX_TABLE:
+                if table_length(q, tm) > MAX_TABLE:
                     continue
                 cost = _cost(q, chip, tm, tn, tk, sub)
                 if cost < best_cost:
                     best, best_cost = Tiles(tm, tn, tk, sub, step, vmem), cost
         if best is not None:
             return best  # fewer k tiles always win: each re-reads the weights for every visit
-    if max_visits(q.batches, q.m, q.g, q.m) + 8 * q.batches * q.g > MAX_TABLE:
+    if table_length(q, q.m) > MAX_TABLE:
         raise ValueError(
             f"fp8moe gmm: the tables of {q.batches * q.g} groups do not fit the scalar memory of a "
             f"{chip.name} core; take at most {MAX_TABLE // 10} groups in one call."
