@@ -186,9 +186,14 @@ def _all():
             yield reduce(f"reduce/{kind}/k{k}d{d}", **size, kind=kind, reaches=(scatter,))
         yield gather(f"gather/inverse/k{k}d{d}", **size, inverse=True, start=2, end=t * k - 2)
         yield reduce(f"reduce/inverse/k{k}d{d}", **size, inverse=True, start=2, end=t * k - 2)
-    yield reduce(
-        "reduce/inverse_quantized", tokens=9, top_k=3, width=43, inverse=True, kind="q:e4m3:row"
-    )
+    for weights in (False, True):
+        yield reduce(
+            f"reduce/inverse_quantized{'_weighted' * weights}",
+            **dict(tokens=9, top_k=3, width=43),
+            kind="q:e4m3:row",
+            inverse=True,
+            weights=weights,
+        )
     size = dict(tokens=24, top_k=4, width=128)
     for name, start, end in (
         ("partial", 5, 61),

@@ -10,12 +10,13 @@ from fp8moe_prims.lowering.xla import loops
 def ragged_gather(x, p, *, platform):
     """RaggedGatherOperands, RowsParams -> [out] or [out, scale]."""
     del platform
+    # Rows are moved as they are, unless they are multiplied.
+    dtype = np.dtype(p.out_dtype)
     *x_lead, t, d = x.x.shape
     *index_lead, m = x.indices.shape
     weights_lead = () if x.weights is None else x.weights.shape[:-1]
     batch = loops.batch_shape(x_lead, index_lead, x.start.shape, weights_lead or x.start.shape)
     size = int(np.prod(batch))
-    dtype = np.dtype(x.x.dtype)
     scaled = x.x_scale is not None
     shapes = [((*batch, m, d), dtype)] + [((*batch, m, 1), np.dtype(np.float32))] * scaled
     if m == 0 or t == 0 or size == 0:
@@ -44,7 +45,9 @@ def ragged_gather(x, p, *, platform):
                 values.append(jnp.where(valid[:, None], scale[source], np.float32(1)))
             if weights is not None:
                 w = lax.dynamic_slice(weights, (w_batch[b] * np.int32(m) + first,), (rows,))
-                values[-1] = _times(values[-1], w[:, None], valid[:, None], scaled, dtype)
+                values[-1] = _times(
+                    values[-1], w[:, None], valid[:, None], None if scaled else x.x.dtype, dtype
+                )
             target = b * np.int32(m) + first
             return [loops.put_rows(o, target, v, mask) for o, v in zip(outs, values, strict=True)]
 
@@ -56,9 +59,9 @@ def ragged_gather(x, p, *, platform):
     return [loops.view(o, t).reshape(s) for o, (s, t) in zip(outs, shapes, strict=True)]
 
 
-def _times(value, weight, valid, scaled, dtype):
-    """The row scale, or the rows themselves, times the weights."""
-    if scaled:
+def _times(value, weight, valid, own, dtype):
+    """The row scale, or the bits of rows whose ``own`` dtype is given, times the weights."""
+    if own is None:
         return jnp.where(valid, value * weight, np.float32(1))
-    wide = loops.view(value, dtype).astype(jnp.float32) * weight
+    wide = loops.view(value, own).astype(jnp.float32) * weight
     return loops.to_bits(jnp.where(valid, wide, np.float32(0)), dtype)
