@@ -176,6 +176,40 @@ class TgmmKernelTest(parameterized.TestCase):
         got = _runner(p)(lhs, scale, dout, starts, ends)
         self._assert_close(got, _reference(lhs, scale, dout, starts, ends, p))
 
+    @parameterized.named_parameters(
+        ("both_quantized", dict(out_dtype=np.dtype(jnp.bfloat16)), 6),
+        ("fp8_lhs", dict(lhs_dtype=None, dout_dtype="e4m3"), 6.75),
+        ("fp8_lhs_transposed", dict(lhs_dtype=None, transpose_out=True), 7.5),
+    )
+    def test_pipelined(self, changes, mib):
+        """The MXUs in hand, several tiles of S or R; row blocks of all kinds, one in the end."""
+        m, k, n = 1700, 500, 1000
+        p = _params(block_m=256, **changes)
+        lhs, dout, scale = self._normal((m, k)), self._normal((m, n), seed=1), None
+        if p.lhs_dtype is None:
+            lhs = lhs.astype(jnp.float8_e4m3fn)
+            scale = jnp.exp2(self._normal((m, 1), jnp.float32, seed=2).round())
+        small = dataclasses.replace(CHIPS["v7x"], vmem_bytes=int(mib * 2**20))
+        chosen = []
+
+        def choose(*args):
+            chosen.append(choose_tiles(*args))
+            return chosen[-1]
+
+        patched = mock.patch.object(kernel, "choose_tiles", choose)
+        with mock.patch.dict(_CHIPS, small=small), patched:
+            run = _runner(p, "small")
+            for sizes, gaps in (
+                ([330, 256, 300, 0, 257, 500, 10], [7, 0, 5, 0, 0, 0, 3]),
+                ([256, 340, 256, 0, 292, 256, 300], [0] * 7),
+            ):
+                starts, ends = _ranges(sizes, gaps)
+                got = run(lhs, scale, dout, starts, ends)
+                want = _reference(lhs, scale, dout, starts, ends, p)
+                self._assert_close(got, want, 4e-3 if p.out_dtype.itemsize == 2 else 2e-3)
+        self.assertTrue(chosen[0].pipelined)
+        self.assertLess(chosen[0].ts * chosen[0].tr, k * n)  # several tiles
+
     def test_last_window(self):
         """It begins at row 704; one row block in it, a short one with it, several, none."""
         m, k, n = 1216, 129, 200

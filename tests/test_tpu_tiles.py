@@ -289,13 +289,14 @@ class ChoiceTest(parameterized.TestCase):
         """docs/performance.md: the tiles whose cycles it gives."""
         saved = dict(lhs="e4m3", row_scale=True, quantize=(None, "e5m2"))
         for (k, n), options, expected in (
-            ((7168, 2048), {}, (1024, 2048, (1024, 1024))),
-            ((7168, 2048), saved, (1792, 2048, (896, 1024))),
-            ((2048, 7168), {}, (2048, 1024, (1024, 1024))),
-            ((2048, 7168), saved, (2048, 1024, (1024, 1024))),
+            ((7168, 2048), {}, (1024, 2048, (1024, 512))),
+            ((7168, 2048), saved, (1792, 2048, (896, 512))),
+            ((2048, 7168), {}, (2048, 1024, (1024, 512))),
+            ((2048, 7168), saved, (2048, 1024, (1024, 512))),
         ):
             t = _choice(Tgmm("v7x", 32768, k, n, **options)).tiles
             self.assertEqual((t.tp, t.tq, t.product), expected)
+            self.assertTrue(t.pipelined)
 
     @parameterized.product(op=("gmm", "tgmm"), seed=tuple(range(100, 106)))
     def test_buffers(self, op, seed):

@@ -23,6 +23,7 @@ class Chip:
       hbm_bytes_per_cycle: HBM bandwidth of the core, in bytes per core clock cycle.
       mxu_flops_per_cycle: bf16 multiplies and adds (two each) of all MXUs of the core, per cycle.
       mxu_width: rows and columns of one MXU.
+      mxus_in_hand: whether a kernel can order each MXU's steps itself (mxu.py), for float8.
       sparse_cores: SparseCores that serve one JAX device, 0 where there are none.
       subcores: vector subcores of a SparseCore.
       sparse_lanes: 32-bit lanes of a vector subcore.
@@ -35,15 +36,16 @@ class Chip:
     hbm_bytes_per_cycle: int
     mxu_flops_per_cycle: int
     mxu_width: int
+    mxus_in_hand: bool = False
     sparse_cores: int = 0
     subcores: int = 0
     sparse_lanes: int = 0
 
 
 CHIPS = {
-    "v7x": Chip("v7x", 60 * _MIB, True, True, 1680, 524288, 256, 2, 16, 16),
-    "v6e": Chip("v6e", 112 * _MIB, False, True, 930, 524288, 256, 2, 16, 8),
-    "v5p": Chip("v5p", 60 * _MIB, False, False, 700, 131072, 128, 4, 16, 8),
+    "v7x": Chip("v7x", 60 * _MIB, True, True, 1680, 524288, 256, True, 2, 16, 16),
+    "v6e": Chip("v6e", 112 * _MIB, False, True, 930, 524288, 256, False, 2, 16, 8),
+    "v5p": Chip("v5p", 60 * _MIB, False, False, 700, 131072, 128, False, 4, 16, 8),
     "v5e": Chip("v5e", 112 * _MIB, False, False, 540, 131072, 128),
 }
 

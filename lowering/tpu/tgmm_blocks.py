@@ -42,6 +42,7 @@ class Side:
       resident: whether its role is R.
       width: columns.
       tile: columns of a tile.
+      turned: whether its slabs are [tile, rows], else [rows, tile].
     """
 
     dtype: object
@@ -53,6 +54,7 @@ class Side:
     resident: bool
     width: int
     tile: int
+    turned: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -110,7 +112,7 @@ class Config:
     @property
     def fuses(self) -> bool:
         """Whether a tile has several products, under which full blocks are quantized."""
-        return self.max_base > 0 and self.tiles.product != (self.tiles.tp, self.tiles.tq)
+        return self.max_base > 0 and self.tiles.products > 1
 
     @property
     def share(self) -> int:

@@ -12,6 +12,8 @@ Visit v multiplies the slabs of visit v - 1 while it quantizes its own windows:
                                 visit with a short block, this one's product until the other is done
     out      [tp, tq]           written back when the output tile changes
 
+Where the kernel has the MXUs in hand (`Tiles.pipelined`), slabs of a have their rows last.
+
 Three kinds of visits have code of their own. *full*: a row block of more than 224 rows, and the
 next one with it where that has at most 96 rows and is the group's last: its rows follow in the
 window, its slab rows are the last 128. *short*: at most 224 rows, a slab of 256. *empty*: zeros.
@@ -23,14 +25,13 @@ window that several row blocks share (the array's last one may be) stays as it i
 *masked* as they are read.
 """
 
-import dataclasses
+import functools
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from fp8moe_prims.lowering import numerics
-from fp8moe_prims.lowering.tpu import dots
 from fp8moe_prims.lowering.tpu.layout import LANES, as_column, loop_from
 from fp8moe_prims.lowering.tpu.tgmm_blocks import (
     FULL,
@@ -40,6 +41,7 @@ from fp8moe_prims.lowering.tpu.tgmm_blocks import (
     Config,
     Tables,
 )
+from fp8moe_prims.lowering.tpu.tgmm_product import Operand, Pipeline, Product, scheduled
 from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, SHORT, TAIL
 from fp8moe_prims.lowering.tpu.tgmm_windows import (
     Source,
@@ -55,71 +57,11 @@ from fp8moe_prims.lowering.tpu.tgmm_windows import (
 _I32 = np.int32
 
 
-# ------------------------------------------------------------------------------------- product
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """A slab [rows, t] and its scales (or None), refs."""
-
-    slab: object
-    scales: object
-
-
-def _product(c: Config, a: Operand, b: Operand, out, lengths, acc, begins=None):
-    """(chunks of the output tile, body): out = sum over parts a^T b, and acc unless ``begins``.
-
-    Args:
-      lengths: [(first slab row, rows, index of the scales)] of the parts, one or two.
-      acc: ref [tp, tq] float32. Without ``begins`` the second part's product waits there.
-    """
-    tp, tq = out.shape
-    cp, cq = c.tiles.product
-    fixed = np.float32(1.0)
-    for side in (c.a, c.b):
-        if side.bound is not None and side.qdtype is not None:
-            fixed = np.float32(fixed * numerics.fixed_scale(side.bound, side.qdtype))
-
-    def chunk(i):
-        row = pl.multiple_of((i // _I32(tq // cq)) * _I32(cp), LANES)
-        column = pl.multiple_of((i % _I32(tq // cq)) * _I32(cq), LANES)
-        rows, columns = pl.ds(row, cp), pl.ds(column, cq)
-
-        def multiply(first, length, part):
-            x = dots.dot(
-                a.slab[pl.ds(first, length), rows],
-                b.slab[pl.ds(first, length), columns],
-                (((0,), (0,)), ((), ())),
-                c.chip,
-            )
-            if fixed != 1.0:
-                x = x * fixed
-            if b.scales is not None:
-                x = x * b.scales[part, :, columns]
-            if a.scales is not None:
-                x = x * jnp.concatenate([a.scales[part, rows, :]] * (cq // LANES), axis=1)
-            return x
-
-        whole, *short = lengths
-        if short:
-            # In registers it would be spilled until the other product is there.
-            acc[rows, columns] = multiply(*short[0])
-        total = multiply(*whole)
-        if short:
-            total = total + acc[rows, columns]
-        if begins is not None:
-            total = total + jnp.where(begins, np.float32(0), acc[rows, columns])
-            acc[rows, columns] = total
-        if acc is not out or begins is None:
-            out[rows, columns] = total.astype(out.dtype)
-
-    return (tp // cp) * (tq // cq), chunk
-
-
 def _run_under(product, measures, writes):
-    """Runs the chunks of a product, the first half of them with measures, the others with writes.
+    """Runs the blocks of a product, the first half of them with measures, the others with writes.
 
-    ``measures``, ``writes``: [(count, body)]. MXU and vector unit share the program of each turn.
+    ``measures``, ``writes``: [(strips, tasks of a strip)]. MXU and vector unit share the program
+    of each turn.
     """
     count, chunk = product
     half = count // 2
@@ -131,12 +73,23 @@ def _run_under(product, measures, writes):
                 share = -(-strips // (stop - start))
                 for j in range(share):  # past its end a task repeats its last part
                     at = (i - _I32(start)) * _I32(share) + _I32(j)
-                    body(jnp.minimum(at, _I32(strips - 1)) if strips % (stop - start) else at)
+                    at = jnp.minimum(at, _I32(strips - 1)) if strips % (stop - start) else at
+                    _at_once(body)(at)
 
         loop_from(start, _I32(stop), turn)
 
     turns(0, half, measures)
     turns(half, count, writes)
+
+
+def _at_once(tasks):
+    """body(i) that runs the tasks of strip i one after the other."""
+
+    def body(i):
+        for task in itertools.chain(*tasks(i)):
+            task()
+
+    return body
 
 
 def _run(count, body, together=1):
@@ -248,8 +201,8 @@ class _Visit:
             def _(rows_of=rows_of):
                 # Two loops: in one, the compiler would keep what it has read in registers.
                 if source.side.scaled:
-                    loop(measure(c, source, rows_of, target.scales, inverse))
-                loop(write(c, source, rows_of, target.slab, inverse))
+                    loop(_at_once(measure(c, source, rows_of, target.scales, inverse)))
+                loop(_at_once(write(c, source, rows_of, target.slab, inverse)))
 
     def part_range(self):
         """The parts [lower, upper) of R that this visit quantizes."""
@@ -264,8 +217,8 @@ class _Visit:
             upper = jnp.where(ahead, part + _I32(1), upper)
         return lower, upper
 
-    def product(self, lengths, with_acc):
-        """The task of multiplying the slabs of the visit before, see `_product`."""
+    def product(self, with_acc) -> Product:
+        """The slabs of the visit before, to be multiplied."""
         c = self.c
         slabs = {
             False: self.operand(False, self.old & _I32(1)),
@@ -275,7 +228,15 @@ class _Visit:
         # A float32 output block is its own accumulator.
         acc = self.out if self.scratch["acc"] is None else self.scratch["acc"]
         begins = self.done.begins if with_acc else None
-        return _product(c, a, b, self.out, lengths, acc, begins)
+        return Product(c, a, b, self.out, acc, begins)
+
+    def ways_to_multiply(self, product, lengths):
+        """(a product by itself, the same beside the tasks that it takes as arguments)."""
+        if self.c.tiles.pipelined:
+            pipeline = functools.partial(Pipeline, product, lengths, self.scratch["mxus"])
+            return lambda: pipeline().run(), lambda *tasks: pipeline(*tasks).run()
+        blocks = scheduled(product, lengths)
+        return lambda: _run(*blocks), functools.partial(_run_under, blocks)
 
     def products(self):
         """[(which products, lengths, with the accumulator or not, fusable or not)]"""
@@ -290,13 +251,14 @@ class _Visit:
             plain = plain & jnp.logical_not(tail)
         kinds.append((plain, whole, False, True))
         if c.several:
-            kinds.append((long & jnp.logical_not(done.single), whole, True, False))
+            kinds.append((long & jnp.logical_not(done.single), whole, True, c.tiles.pipelined))
         if c.tiles.block > SHORT:
             kinds.append((started & done.is_kind(SHORT_BLOCK), [(0, SHORT, 0)], c.several, False))
         return kinds
 
     def run(self):
         c, v, new, done = self.c, self.v, self.new, self.done
+        pl.when(v == _I32(0))(self.scratch["mxus"].reset)
         pl.when(new.count > _I32(0))(lambda: self.shape_window(False))
         changed = (v == _I32(0)) | (self.r_visit != self.tables.r_visit[self.old])
         pl.when(changed & (self.next.count > _I32(0)))(lambda: self.shape_window(True))
@@ -315,13 +277,11 @@ class _Visit:
         self.quantize(True, fused & jnp.logical_not(self.direct), upper > lower, parts)
 
         for which, lengths, with_acc, fusable in self.products():
-            product = self.product(lengths, with_acc)
+            alone, beside = self.ways_to_multiply(self.product(with_acc), lengths)
             if fusable and c.fuses:
-                pl.when(which & fused)(
-                    lambda product=product: _run_under(product, *self.vector_tasks(lower))
-                )
+                pl.when(which & fused)(lambda f=beside: f(*self.vector_tasks(lower)))
                 which = which & jnp.logical_not(fused)
-            pl.when(which)(lambda product=product: _run(*product))
+            pl.when(which)(alone)
         empty = (v > _I32(0)) & (done.count <= _I32(0))
         pl.when(empty)(lambda: self.out.__setitem__(..., jnp.zeros_like(self.out)))
         strips = lambda strip: _run(c.side(False).strips, strip, TOGETHER)
@@ -333,11 +293,13 @@ class _Visit:
         full = self.new.is_kind(FULL)
         if not c.fuses:
             return jnp.zeros_like(full)
-        fused = full & (self.v > _I32(0)) & done.single & done.is_kind(FULL, SHARED)
+        fused = full & (self.v > _I32(0)) & done.is_kind(FULL, SHARED)
+        if not c.tiles.pipelined:
+            fused = fused & done.single
         return fused & self.next.is_kind(FULL) if c.n_s > 1 else fused
 
     def vector_tasks(self, lower):
-        """(measures, writes), [(strips, body)] each: S's window, and R's from part ``lower``."""
+        """(measures, writes) for `_run_under`: S's window, and R's from part ``lower``."""
         c = self.c
         measures, writes = [], []
         tasks = [(False, c.side(False).strips, _I32(0))]

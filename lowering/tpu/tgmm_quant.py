@@ -35,6 +35,7 @@ from fp8moe_prims.lowering import numerics
 from fp8moe_prims.lowering.tpu import dots
 from fp8moe_prims.lowering.tpu.chip import Chip
 from fp8moe_prims.lowering.tpu.layout import LANES, flat_map, round_up
+from fp8moe_prims.lowering.tpu.mxu import InterpretedMxus, Mxus
 from fp8moe_prims.lowering.tpu.tgmm_blocks import Config, Side, Tables, make_tables
 from fp8moe_prims.lowering.tpu.tgmm_kernel import kernel
 from fp8moe_prims.lowering.tpu.tgmm_tiles import (
@@ -56,7 +57,8 @@ def _scratch(c: Config):
         role = side.resident
         depth, width = (tiles.slots, tiles.tr) if role else (2, tiles.ts)
         scale = (2, width, LANES) if side.is_a else (2, 1, width)
-        shapes["slab", role] = pltpu.VMEM((depth, tiles.rows, width), side.slab)
+        slab = (width, tiles.rows) if side.turned else (tiles.rows, width)
+        shapes["slab", role] = pltpu.VMEM((depth, *slab), side.slab)
         if side.scaled:
             shapes["inverse", role] = pltpu.VMEM((2, 1, width), jnp.float32)
             shapes["scale", role] = pltpu.VMEM((depth, *scale), jnp.float32)
@@ -140,6 +142,9 @@ def _call(
     scratch_shapes = _scratch(c)
     if lhs_scale is not None:
         scratch_shapes["rowscale"] = pltpu.VMEM((lanes, LANES), jnp.float32)
+    if interpret and tiles.pipelined:
+        shapes = InterpretedMxus.scratch_shapes()
+        scratch_shapes |= {("mxus", i): shape for i, shape in enumerate(shapes)}
     names = list(scratch_shapes)
 
     def body(*refs):
@@ -151,6 +156,8 @@ def _call(
             + ["acc", "rowscale"]
         )
         scratch = absent | dict(zip(names, refs[len(keys) + 1 :], strict=True))
+        mxus = [scratch[key] for key in names if key[0] == "mxus"]
+        scratch["mxus"] = InterpretedMxus(*mxus) if mxus else Mxus()
         kernel(c, Tables(*prefetch[: len(tables)]), operands, out, scratch)
 
     item = np.dtype(c.out_dtype).itemsize
@@ -264,6 +271,7 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
         rows=rows,
         scales=scales,
         batches=math.prod(batch),
+        mxus=chip.mxus_in_hand and all(dots.is_fp8(d) for d in slabs),
     )
     tiles = choose_tiles(problem, chip)
     if tiles is None:
@@ -279,6 +287,7 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
             resident=tiles.resident_b == (i == 1),
             width=y.shape[-1],
             tile=tiles.tq if i else tiles.tp,
+            turned=tiles.pipelined and i == 0,
         )
         for i, (y, side) in enumerate(zip(arrays, sides, strict=True))
     )

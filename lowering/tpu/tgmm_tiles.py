@@ -28,6 +28,7 @@ class Tiles:
       ts, tr: columns of a tile of S and of R.
       slots: row blocks in the R slab.
       product: rows and columns of the output that one product makes.
+      pipelined: whether the kernel has the MXUs in hand, see tgmm_product.py.
       vmem: the estimate, in bytes.
     """
 
@@ -39,12 +40,27 @@ class Tiles:
     tr: int
     slots: int
     product: tuple[int, int]
+    pipelined: bool
     vmem: int
 
     @property
     def rows(self) -> int:
         """Rows of a slab."""
         return self.block + TAIL * self.tail
+
+    @property
+    def products(self) -> int:
+        """Products of an output tile."""
+        cp, cq = self.product
+        return (self.tp // cp) * (self.tq // cq)
+
+    @property
+    def chunk(self) -> int:
+        """Rows of the output that the MXUs work on at a time, of ``product`` rows.
+
+        Their results hold two such chunks, a short block's results apart.
+        """
+        return _divisor(self.product[0], 256)
 
     @property
     def tp(self) -> int:
@@ -67,6 +83,23 @@ def _widths(width: int, limit: int):
         if lanes not in seen and lanes * LANES <= limit:
             seen.add(lanes)
             yield lanes * LANES
+
+
+def _divisor(width: int, limit: int) -> int:
+    """The largest divisor of a width that is a multiple of 32 and at most ``limit``."""
+    return max(d for d in range(32, limit + 1, 32) if width % d == 0)
+
+
+def _pipelined_shape(tp: int, tq: int) -> tuple[int, int] | None:
+    """Rows and columns of the blocks of a pipelined product, an even number of them; or None.
+
+    A block takes all columns that the MXUs of a core have weights for. Chunks of few rows would
+    have the MXUs wait for weights.
+    """
+    for cp in range(min(tp, 1024), 127, -LANES):
+        if tp % cp == 0 and tq % MXU_COLUMNS == 0 and (tp // cp) * (tq // MXU_COLUMNS) % 2 == 0:
+            return (cp, MXU_COLUMNS) if _divisor(cp, 256) >= LANES else None
+    return None
 
 
 def _product_shape(tp: int, tq: int, limit: int) -> tuple[int, int]:
@@ -107,6 +140,7 @@ class Problem:
       rows: rows expected to be valid.
       scales: whether a and whether b have scales of their own per row block.
       batches: batch elements, which the groups belong to.
+      mxus: whether the slabs are float8 on a chip whose MXUs a kernel can have in hand.
     """
 
     m: int
@@ -121,6 +155,7 @@ class Problem:
     rows: int
     scales: tuple[bool, bool]
     batches: int = 1
+    mxus: bool = False
 
     @property
     def whole(self) -> int:
@@ -164,8 +199,9 @@ def _fit(x: Problem, budget: int, block: int, resident_b: bool, ts: int, tr: int
     fixed = 2 * window * (ts * s_bytes + tr * r_bytes)
     fixed += 2 * slab_rows * ts * x.slab_bytes
     fixed += 2 * tp * tq * x.out_bytes + (tp * tq * 4 if accumulate else 0)
+    shape = _pipelined_shape(tp, tq) if x.mxus and tail and block % SHORT == 0 else None
     # one product and its operands as Mosaic may spell them out
-    cp, cq = _product_shape(tp, tq, x.product)
+    cp, cq = shape or _product_shape(tp, tq, x.product)
     product = 4 * cp * cq
     product += (3 if x.slab_bytes == 4 else 1) * (cp + cq) * block * x.slab_bytes
     # or, where it is small, the float32 strips of 128 columns that are quantized together
@@ -179,7 +215,16 @@ def _fit(x: Problem, budget: int, block: int, resident_b: bool, ts: int, tr: int
     if slots < 2:
         return None
     return Tiles(
-        block, window, tail, resident_b, ts, tr, slots, (cp, cq), int(fixed + slots * slot)
+        block=block,
+        window=window,
+        tail=tail,
+        resident_b=resident_b,
+        ts=ts,
+        tr=tr,
+        slots=slots,
+        product=(cp, cq),
+        pipelined=shape is not None,
+        vmem=int(fixed + slots * slot),
     )
 
 

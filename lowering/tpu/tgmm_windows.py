@@ -1,9 +1,11 @@
 """From windows to slabs, in the tgmm_quant kernel: rows of others removed, the rest quantized.
 
-A strip is 128 columns of a window. `measure` finds its scales, `write` quantizes it.
+A strip is 128 or 256 columns of a window. `measure` finds its scales, `write` quantizes it, both as
+lists of tasks, which the kernel spreads over a product's steps.
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,9 @@ from fp8moe_prims.lowering.tpu.tgmm_blocks import Block, Config, Side
 from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, SHORT, TAIL
 
 _I32 = np.int32
-_PIECE = 256  # rows that are quantized at a time
+# Rows that are quantized at a time. With more, the compiler keeps more than its registers hold, and
+# the tasks do not spread evenly over a product's steps.
+_ROWS = 32
 
 
 def _row_mask(low, high, itemsize: int):
@@ -82,15 +86,11 @@ def clean(c: Config, window, block: Block, start=0):
     loop_from(jnp.maximum(first, high >> _I32(5)), tiles, lambda tile: keep(tile, low, high))
 
 
-def _absmax(c: Config, side: Side, load, rows):
-    """float32 [1, 128]: the largest magnitude of the rows, a list of (first, count)."""
-    narrow = c.chip.bf16_vector and not side.rowscale
-    tops = []
-    for row, count in rows:
-        x = load(row, count, narrow)
-        step = 16 if x.dtype == jnp.bfloat16 else 8
-        tops.append(layout.tree_max([jnp.abs(x[i : i + step]) for i in range(0, count, step)]))
-    return jnp.max(layout.tree_max(tops).astype(jnp.float32), axis=0, keepdims=True)
+def _top(c: Config, side: Side, load, row, count):
+    """[8 or 16, columns]: the largest magnitudes of the rows [row, row + count), by sublane."""
+    x = load(row, count, c.chip.bf16_vector and not side.rowscale)
+    step = 16 if x.dtype == jnp.bfloat16 else 8
+    return layout.tree_max([jnp.abs(x[i : i + step]) for i in range(0, count, step)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,16 +141,20 @@ def _columns(source: Source, i):
     return column, pl.multiple_of(other, LANES)
 
 
+def _pieces(side: Side, first, rows):
+    """[(first row, rows)] that are quantized by one task."""
+    size = LANES if side.turned else _ROWS
+    return [(r, min(size, first + rows - r)) for r in range(first, first + rows, size)]
+
+
 def full_rows(c: Config, source: Source, other):
     """[(index of the scale, load, [(first row, rows)])] of a clean window's strip."""
-    size = c.tiles.block
-    pieces = [(r, min(_PIECE, size - r)) for r in range(0, size, _PIECE)]
-    return [(0, _loader(source, other), pieces)]
+    return [(0, _loader(source, other), _pieces(source.side, 0, c.tiles.block))]
 
 
 def tail_rows(c: Config, source: Source, other):
     """The same of the short block after a full one."""
-    return [(1, _loader(source, other), [(c.tiles.block, TAIL)])]
+    return [(1, _loader(source, other), _pieces(source.side, c.tiles.block, TAIL))]
 
 
 def short_rows(c: Config, source: Source, other):
@@ -191,7 +195,10 @@ def masked_rows(c: Config, source: Source, other):
 
 
 def measure(c: Config, source: Source, rows_of, scales, inverse):
-    """strip(i): the scales of strip i of a window, and their inverses for `write`.
+    """tasks(i): what finds the scales of strip i of a window, and their inverses for `write`.
+
+    Two lists: the second one stores them, best when the scales of a product have been read that
+    runs beside: the compiler does not see that those are others.
 
     Args:
       rows_of: which rows there are, one of the functions above.
@@ -200,49 +207,76 @@ def measure(c: Config, source: Source, rows_of, scales, inverse):
     """
     side = source.side
 
-    def strip(i):
-        column, other = _columns(source, i)
-        columns = pl.ds(column, source.side.strip)
-        for part, load, rows in rows_of(c, source, other):
-            absmax = _absmax(c, side, load, rows)
-            value = numerics.block_scale(absmax, side.qdtype)
-            inverse[part, :, columns] = numerics.block_inverse(absmax, side.qdtype)
-            if side.is_a:
-                for lane in range(0, source.side.strip, LANES):
-                    at = pl.ds(column + _I32(lane), LANES)
-                    scales[part, at, :] = layout.as_column(value[:, lane : lane + LANES])
-            else:
-                scales[part, :, columns] = value
+    def piece(load, row, count, tops):
+        x = _top(c, side, load, row, count)
+        tops[:] = [jnp.maximum(tops[0], x) if tops else x]
 
-    return strip
+    def finish(part, column, tops):
+        absmax = jnp.max(tops[0].astype(jnp.float32), axis=0, keepdims=True)
+        value = numerics.block_scale(absmax, side.qdtype)
+        columns = pl.ds(column, side.strip)
+        inverse[part, :, columns] = numerics.block_inverse(absmax, side.qdtype)
+        if side.is_a:
+            for lane in range(0, side.strip, LANES):
+                at = pl.ds(column + _I32(lane), LANES)
+                scales[part, at, :] = layout.as_column(value[:, lane : lane + LANES])
+        else:
+            scales[part, :, columns] = value
+
+    def tasks(i):
+        column, other = _columns(source, i)
+        pieces, last = [], []
+        for part, load, rows in rows_of(c, source, other):
+            tops = []
+            for row, count in rows:
+                pieces.append(functools.partial(piece, load, row, count, tops))
+            last.append(functools.partial(finish, part, column, tops))
+        return pieces, last
+
+    return tasks
 
 
 def write(c: Config, source: Source, rows_of, slab, inverse):
-    """strip(i): quantizes strip i of a window into a slab [rows, t]."""
+    """tasks(i): what quantizes strip i of a window into a slab [rows, t], or [t, rows].
+
+    Two lists as of `measure`, the second one empty.
+    """
     side = source.side
     as_is = side.qdtype is None and not side.rowscale and source.window.dtype == side.slab
+    as_is = as_is and rows_of in (full_rows, tail_rows)
 
-    def strip(i):
+    def quantized(x, part, columns):
+        if side.scaled:
+            x = x * inverse[part, :, columns]
+        elif side.qdtype is not None:
+            fixed = numerics.fixed_scale(side.bound, side.qdtype)
+            x = x * (np.float32(1.0) / fixed)
+        if side.scaled and side.qdtype != np.int8:
+            x = dots.widen(dots.to_float8(x, side.qdtype), side.slab)
+        elif side.qdtype is not None:
+            x = dots.widen(numerics.round_to(x, side.qdtype), side.slab)
+        return x.astype(side.slab)
+
+    def piece(column, other, part, load, row, count):
+        rows, columns = pl.ds(row, count), pl.ds(column, side.strip)
+        if as_is:
+            x = source.window[rows, pl.ds(other, side.strip)]
+        else:
+            few = [(r, min(_ROWS, count)) for r in range(row, row + count, _ROWS)]
+            x = [quantized(load(*r, False), part, columns) for r in few]
+            x = jnp.concatenate(x, axis=0) if len(x) > 1 else x[0]
+        if side.turned:
+            slab[columns, rows] = x.T
+        else:
+            slab[rows, columns] = x
+
+    def tasks(i):
         column, other = _columns(source, i)
-        columns = pl.ds(column, source.side.strip)
-        if as_is and rows_of in (full_rows, tail_rows):
-            for _, _, rows in rows_of(c, source, other):
-                for row, count in rows:
-                    at = pl.ds(row, count)
-                    slab[at, columns] = source.window[at, pl.ds(other, source.side.strip)]
-            return
-        for part, load, rows in rows_of(c, source, other):
-            for row, count in rows:
-                x = load(row, count, False)
-                if side.scaled:
-                    x = x * inverse[part, :, columns]
-                elif side.qdtype is not None:
-                    fixed = numerics.fixed_scale(side.bound, side.qdtype)
-                    x = x * (np.float32(1.0) / fixed)
-                if side.scaled and side.qdtype != np.int8:
-                    x = dots.widen(dots.to_float8(x, side.qdtype), side.slab)
-                elif side.qdtype is not None:
-                    x = dots.widen(numerics.round_to(x, side.qdtype), side.slab)
-                slab[pl.ds(row, count), columns] = x.astype(side.slab)
+        pieces = [
+            functools.partial(piece, column, other, part, load, row, count)
+            for part, load, rows in rows_of(c, source, other)
+            for row, count in rows
+        ]
+        return pieces, []
 
-    return strip
+    return tasks
