@@ -57,11 +57,10 @@ from fp8moe_prims.lowering.tpu.tgmm_windows import (
 _I32 = np.int32
 
 
-def _run_under(product, measures, writes):
-    """Runs the blocks of a product, the first half of them with measures, the others with writes.
+def _run_under(product, early, late):
+    """Runs the blocks of a product, half of them beside ``early``, the others beside ``late``.
 
-    ``measures``, ``writes``: [(strips, tasks of a strip)]. MXU and vector unit share the program
-    of each turn.
+    Both are [(strips, tasks of a strip)]. MXU and vector unit share the program of each turn.
     """
     count, chunk = product
     half = count // 2
@@ -78,8 +77,8 @@ def _run_under(product, measures, writes):
 
         loop_from(start, _I32(stop), turn)
 
-    turns(0, half, measures)
-    turns(half, count, writes)
+    turns(0, half, early)
+    turns(half, count, late)
 
 
 def _at_once(tasks):
@@ -299,20 +298,27 @@ class _Visit:
         return fused & self.next.is_kind(FULL) if c.n_s > 1 else fused
 
     def vector_tasks(self, lower):
-        """(measures, writes) for `_run_under`: S's window, and R's from part ``lower``."""
+        """(early, late) for `_run_under`: S's window, and R's from part ``lower``.
+
+        A window is measured early and written late; early too where it has no scales to wait for.
+        """
         c = self.c
-        measures, writes = [], []
+        early, late = [], []
         tasks = [(False, c.side(False).strips, _I32(0))]
         if c.n_s > 1:
             tasks.append((True, c.share, lower * _I32(c.share)))
         for role, strips, first in tasks:
             last = _I32(c.side(role).strips - 1)
-            tasks_of = self.quantize_tasks(role)
-            at = lambda i, first=first, last=last: jnp.minimum(first + i, last)
+            measured, written = (
+                (strips, lambda i, f=f, x=first, last=last: f(jnp.minimum(x + i, last)))
+                for f in self.quantize_tasks(role)
+            )
             if c.side(role).scaled:
-                measures.append((strips, lambda i, f=tasks_of[0], at=at: f(at(i))))
-            writes.append((strips, lambda i, f=tasks_of[1], at=at: f(at(i))))
-        return measures, writes
+                early.append(measured)
+                late.append(written)
+            else:
+                early.append(written)
+        return early, late
 
 
 def kernel(c: Config, tables, operands, out, scratch):

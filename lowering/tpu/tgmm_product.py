@@ -138,19 +138,19 @@ class _Chunk:
 class Pipeline:
     """A product in blocks, with work of the vector unit beside each.
 
-    ``lengths`` as for `scheduled`, a part of 128 rows or of a multiple of 256. ``measures`` and
-    ``writes`` as for `tgmm_kernel._run_under`. Blocks go in pairs, *turns*: beside the even one
-    strips are measured, which are written beside the odd one.
+    ``lengths`` as for `scheduled`, a part of 128 rows or of a multiple of 256. ``early``, ``late``:
+    as for `tgmm_kernel._run_under`. Blocks go in pairs, *turns*: beside the even one strips go
+    through the early tasks, beside the odd one the same strips through the late ones.
     """
 
-    def __init__(self, product: Product, lengths, mxus: mxu.Mxus, measures=(), writes=()):
+    def __init__(self, product: Product, lengths, mxus: mxu.Mxus, early=(), late=()):
         self.product, self.lengths, self.mxus = product, lengths, mxus
         tiles = product.c.tiles
         self.rows = tiles.chunk
         # Without work beside it a block is one chunk: less code.
-        self.shape = tiles.product if writes else (tiles.chunk, tiles.product[1])
+        self.shape = tiles.product if early or late else (tiles.chunk, tiles.product[1])
         self.turns = (tiles.tp // self.shape[0]) * (tiles.tq // self.shape[1]) // 2
-        self.works = measures, writes
+        self.works = early, late
 
     def run(self):
         self._block(_I32(0), 0, begins=True)
