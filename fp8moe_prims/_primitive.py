@@ -13,6 +13,7 @@ present, a frozen dataclass of static parameters, and the lowering chosen where 
 import contextlib
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -496,3 +497,54 @@ def sum_to(x, shape):
     if not axes:
         return x
     return jnp.sum(x, axis=axes, keepdims=True, dtype=jnp.float32).astype(x.dtype)
+
+
+# ------------------------------------------------------------------ steps of the MXU (Pallas, TPU)
+
+
+@functools.cache
+def mxu_steps():
+    """(multiply(address, rows, mxu, register), pop(address, shape, dtype, mxu)) for TPU kernels.
+
+    jax 0.10 has them in pallas.tpu. jax 0.12 has accumulator references there in place of
+    addresses, which ask the host for its TPU and so cannot be made ahead of time; Mosaic's
+    operations, which these two make, still take addresses.
+    """
+    from jax.experimental.pallas import tpu as pltpu
+
+    if "mxu_index" in inspect.signature(pltpu.matmul_acc_lhs).parameters:
+        return pltpu.matmul_acc_lhs, pltpu.matmul_pop
+
+    from jax._src.pallas.mosaic import lowering
+    from jax._src.pallas.mosaic.primitives import mxu_effect
+
+    multiply_p = core.Primitive("fp8moe_mxu_multiply")
+    multiply_p.multiple_results = True
+    pop_p = core.Primitive("fp8moe_mxu_pop")
+
+    @multiply_p.def_effectful_abstract_eval
+    def _(rows, **params):
+        return [], {mxu_effect}
+
+    @pop_p.def_effectful_abstract_eval
+    def _(*, shape, dtype, **params):
+        return core.ShapedArray(shape, dtype), {mxu_effect}
+
+    @lowering.register_lowering_rule(multiply_p)
+    def _(ctx, rows, *, address, mxu, register):
+        staged = {} if register is None else {"load_staged_rhs": register}
+        lowering.tpu.matmul_acc_lhs(address, rows, mxu, **staged)
+        return []
+
+    @lowering.register_lowering_rule(pop_p)
+    def _(ctx, *, address, shape, dtype, mxu):
+        element = mlir.dtype_to_ir_type(dtype)
+        return lowering.tpu.matmul_pop(mlir.ir.VectorType.get(shape, element), address, mxu)
+
+    def multiply(address, rows, mxu, register):
+        multiply_p.bind(rows, address=address, mxu=mxu, register=register)
+
+    def pop(address, shape, dtype, mxu):
+        return pop_p.bind(address=address, shape=shape, dtype=np.dtype(dtype), mxu=mxu)
+
+    return multiply, pop

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from fp8moe_prims._primitive import mxu_steps
 from fp8moe_prims.lowering.tpu import dots
 from fp8moe_prims.lowering.tpu.chip import CHIPS
 
@@ -40,11 +41,13 @@ class Mxus:
 
     def multiply(self, rows, mxu: int, register: int | None, first: int):
         """results[first:] += rows [r, 256] @ weights, those of the register if one is named."""
-        pltpu.matmul_acc_lhs(address(first), rows, mxu, register)
+        multiply, _ = mxu_steps()
+        multiply(address(first), rows, mxu, register)
 
     def pop(self, mxu: int, first: int, rows: int):
         """The results of ``rows`` rows from ``first``, [rows, 256] float32; zeros are left."""
-        return pltpu.matmul_pop(address(first), (rows, WIDTH), jnp.float32, mxu)
+        _, pop = mxu_steps()
+        return pop(address(first), (rows, WIDTH), jnp.float32, mxu)
 
     def check(self, out):
         """After a product into ``out``: what went in has come out."""
