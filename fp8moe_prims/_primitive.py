@@ -532,8 +532,7 @@ def mxu_steps():
 
     @lowering.register_lowering_rule(multiply_p)
     def _(ctx, rows, *, address, mxu, register):
-        staged = {} if register is None else {"load_staged_rhs": register}
-        lowering.tpu.matmul_acc_lhs(address, rows, mxu, **staged)
+        lowering.tpu.matmul_acc_lhs(address, rows, mxu, load_staged_rhs=register)
         return []
 
     @lowering.register_lowering_rule(pop_p)

@@ -111,6 +111,14 @@ class TgmmKernelTest(parameterized.TestCase):
         x = rng.randn(*shape) * np.exp2(rng.randint(-3, 4, shape[-1:]))
         return jnp.asarray(np.clip(x, -400, 400).astype(np.float32)).astype(dtype)
 
+    def _operands(self, m, k, n, p):
+        """lhs, its row scale or None, and dout: lhs in float8 where it is not quantized."""
+        lhs, dout, scale = self._normal((m, k)), self._normal((m, n), seed=1), None
+        if p.lhs_dtype is None:
+            lhs = lhs.astype(jnp.float8_e4m3fn)
+            scale = jnp.exp2(self._normal((m, 1), jnp.float32, seed=2).round())
+        return lhs, scale, dout
+
     def _assert_close(self, got, want, tolerance=2e-3):
         self.assertEqual(got.shape, want.shape)
         self.assertLessEqual(np.abs(got - want).max(), tolerance * max(np.abs(want).max(), 1e-30))
@@ -168,10 +176,7 @@ class TgmmKernelTest(parameterized.TestCase):
         """Full, with a short one after it, several, short, and in the array's last window."""
         m, k, n = 2400, 129, 200
         p = _params(block_m=384, **changes)
-        lhs, dout, scale = self._normal((m, k)), self._normal((m, n), seed=1), None
-        if p.lhs_dtype is None:
-            lhs = lhs.astype(jnp.float8_e4m3fn)
-            scale = jnp.exp2(self._normal((m, 1), jnp.float32, seed=2).round())
+        lhs, scale, dout = self._operands(m, k, n, p)
         starts, ends = _ranges([474, 300, 778, 434, 10, 230], [0, 5, 0, 3, 0, 0])
         got = _runner(p)(lhs, scale, dout, starts, ends)
         self._assert_close(got, _reference(lhs, scale, dout, starts, ends, p))
@@ -185,10 +190,7 @@ class TgmmKernelTest(parameterized.TestCase):
         """The MXUs in hand, several tiles of S or R; row blocks of all kinds, one in the end."""
         m, k, n = 1700, 500, 1000
         p = _params(block_m=256, **changes)
-        lhs, dout, scale = self._normal((m, k)), self._normal((m, n), seed=1), None
-        if p.lhs_dtype is None:
-            lhs = lhs.astype(jnp.float8_e4m3fn)
-            scale = jnp.exp2(self._normal((m, 1), jnp.float32, seed=2).round())
+        lhs, scale, dout = self._operands(m, k, n, p)
         small = dataclasses.replace(CHIPS["v7x"], vmem_bytes=int(mib * 2**20))
         chosen = []
 

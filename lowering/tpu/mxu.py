@@ -24,7 +24,7 @@ RESULTS = 256  # addresses of the results of one MXU
 _ROWS = 4  # rows of results [rows, 256] at an address
 
 
-def address(row: int) -> int:
+def _address(row: int) -> int:
     """Of results that begin with a row, a multiple of 8."""
     return row // _ROWS
 
@@ -39,15 +39,15 @@ class Mxus:
         """[256, 256] into a register of an MXU."""
         pltpu.matmul_push_rhs(weights, register, mxu)
 
-    def multiply(self, rows, mxu: int, register: int | None, first: int):
-        """results[first:] += rows [r, 256] @ weights, those of the register if one is named."""
+    def multiply(self, rows, mxu: int, register: int, first: int):
+        """Loads the register's weights: results[first:] += rows [r, 256] @ weights."""
         multiply, _ = mxu_steps()
-        multiply(address(first), rows, mxu, register)
+        multiply(_address(first), rows, mxu, register)
 
     def pop(self, mxu: int, first: int, rows: int):
         """The results of ``rows`` rows from ``first``, [rows, 256] float32; zeros are left."""
         _, pop = mxu_steps()
-        return pop(address(first), (rows, WIDTH), jnp.float32, mxu)
+        return pop(_address(first), (rows, WIDTH), jnp.float32, mxu)
 
     def check(self, out):
         """After a product into ``out``: what went in has come out."""
@@ -60,19 +60,17 @@ class InterpretedMxus(Mxus):
     others: mistakes show. `check` makes the output NaN if results or waiting weights are left.
     """
 
-    def __init__(self, waiting, weights, results):
-        self.waiting, self.weights, self.results = waiting, weights, results
+    def __init__(self, waiting, results):
+        self.waiting, self.results = waiting, results
 
     @staticmethod
     def scratch_shapes():
-        """Of the arguments: weights in the registers, weights in use, results."""
-        square = (WIDTH, WIDTH)
-        shapes = (COUNT, 2, *square), (COUNT, *square), (COUNT, RESULTS * _ROWS, WIDTH)
+        """Of the arguments: weights in the registers, results."""
+        shapes = (COUNT, 2, WIDTH, WIDTH), (COUNT, RESULTS * _ROWS, WIDTH)
         return [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
 
     def reset(self):
-        for ref in (self.waiting, self.weights):
-            ref[...] = jnp.full(ref.shape, np.float32(np.nan))
+        self.waiting[...] = jnp.full(self.waiting.shape, np.float32(np.nan))
         self.results[...] = jnp.zeros(self.results.shape, jnp.float32)
 
     def push(self, weights, mxu, register):
@@ -82,12 +80,11 @@ class InterpretedMxus(Mxus):
         self.waiting[mxu, register] = weights
 
     def multiply(self, rows, mxu, register, first):
-        if register is not None:
-            self.weights[mxu] = self.waiting[mxu, register]
-            self.waiting[mxu, register] = jnp.full((WIDTH, WIDTH), np.float32(np.nan))
+        weights = self.waiting[mxu, register]
+        self.waiting[mxu, register] = jnp.full((WIDTH, WIDTH), np.float32(np.nan))
         at = pl.ds(first, rows.shape[0])
         x, dims = rows.astype(jnp.float32), (((1,), (0,)), ((), ()))
-        product = dots.dot(x, self.weights[mxu], dims, CHIPS["v7x"])
+        product = dots.dot(x, weights, dims, CHIPS["v7x"])
         self.results[mxu, at, :] = self.results[mxu, at, :] + product
 
     def pop(self, mxu, first, rows):

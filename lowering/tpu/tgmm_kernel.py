@@ -41,7 +41,13 @@ from fp8moe_prims.lowering.tpu.tgmm_blocks import (
     Config,
     Tables,
 )
-from fp8moe_prims.lowering.tpu.tgmm_product import Operand, Pipeline, Product, scheduled
+from fp8moe_prims.lowering.tpu.tgmm_product import (
+    Operand,
+    Pipeline,
+    Product,
+    scheduled,
+    strips_of_turn,
+)
 from fp8moe_prims.lowering.tpu.tgmm_tiles import ALIGN, SHORT, TAIL
 from fp8moe_prims.lowering.tpu.tgmm_windows import (
     Source,
@@ -65,15 +71,11 @@ def _run_under(product, early, late):
     count, chunk = product
     half = count // 2
 
-    def turns(start, stop, tasks):
+    def turns(start, stop, works):
         def turn(i):
             chunk(i)
-            for strips, body in tasks:
-                share = -(-strips // (stop - start))
-                for j in range(share):  # past its end a task repeats its last part
-                    at = (i - _I32(start)) * _I32(share) + _I32(j)
-                    at = jnp.minimum(at, _I32(strips - 1)) if strips % (stop - start) else at
-                    _at_once(body)(at)
+            for tasks, strip in strips_of_turn(works, i - _I32(start), stop - start):
+                _at_once(tasks)(strip)
 
         loop_from(start, _I32(stop), turn)
 

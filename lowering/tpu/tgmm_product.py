@@ -84,6 +84,18 @@ def _place(c: Config, shape, i):
     return row, pl.multiple_of(lax.div(i, per_column) * _I32(cq), math.gcd(cq, 1024))
 
 
+def strips_of_turn(works, t, turns):
+    """[(tasks, strip)] for turn t of ``turns``: an equal share of each of works, (strips, tasks).
+
+    Past its end a work repeats its last strip.
+    """
+    for strips, tasks in works:
+        share = -(-strips // turns)
+        for j in range(share):
+            at = t * _I32(share) + _I32(j)
+            yield tasks, jnp.minimum(at, _I32(strips - 1)) if strips % turns else at
+
+
 # ------------------------------------------------------------------------ by the compiler
 
 
@@ -249,10 +261,8 @@ class Pipeline:
     def _work(self, t, parity):
         """The vector unit's tasks of a block, and those that should come last."""
         found, last = [], []
-        for strips, tasks in self.works[parity]:
-            share = -(-strips // self.turns)
-            for j in range(share):
-                more = tasks(jnp.minimum(t * _I32(share) + _I32(j), _I32(strips - 1)))
-                found += more[0]
-                last += more[1]
+        for tasks, strip in strips_of_turn(self.works[parity], t, self.turns):
+            more = tasks(strip)
+            found += more[0]
+            last += more[1]
         return found, last

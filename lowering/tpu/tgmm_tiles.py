@@ -93,12 +93,11 @@ def _divisor(width: int, limit: int) -> int:
 def _pipelined_shape(tp: int, tq: int) -> tuple[int, int] | None:
     """Rows and columns of the blocks of a pipelined product, an even number of them; or None.
 
-    A block takes all columns that the MXUs of a core have weights for. Chunks of few rows would
-    have the MXUs wait for weights.
+    A block takes all columns that the MXUs of a core have weights for.
     """
     for cp in range(min(tp, 1024), 127, -LANES):
         if tp % cp == 0 and tq % MXU_COLUMNS == 0 and (tp // cp) * (tq // MXU_COLUMNS) % 2 == 0:
-            return (cp, MXU_COLUMNS) if _divisor(cp, 256) >= LANES else None
+            return cp, MXU_COLUMNS
     return None
 
 
