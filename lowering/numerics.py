@@ -60,28 +60,29 @@ def round_to(x, dtype):
     return jnp.clip(x, -top, top).astype(dtype)
 
 
-def round_trip(x, dtype):
-    """round_to(x, dtype) widened to float32 again, in float32 and integer arithmetic alone.
+def on_grid(x, dtype):
+    """float32 rounded to values of a float8 type, |x| at most its maximum but for rounding.
 
     Where a machine converts float8 in software this is several times faster than the casts. With p
     bits of mantissa, |x| in [2^e, 2^(e+1)) rounds to a multiple of 2^(e-p), and below the smallest
-    normal number to one of the subnormals' spacing: adding and subtracting 2^(e-p+23), whose last
-    place is just that, leaves the rounding to the adder.
+    normal number to one of the subnormals' spacing: adding and subtracting 1.5 * 2^(e-p+23), whose
+    last place is just that, leaves the rounding to the adder. A zero has no sign.
     """
+    info = jnp.finfo(dtype)
+    bits = lax.bitcast_convert_type(x, jnp.int32) & np.int32(0xFF << 23)
+    power = jnp.maximum(
+        lax.bitcast_convert_type(bits, jnp.float32), np.float32(2.0 ** int(info.minexp))
+    )
+    shifter = power * np.float32(1.5 * 2.0 ** (23 - int(info.nmant)))
+    return (x + shifter) - shifter
+
+
+def round_trip(x, dtype):
+    """round_to(x, dtype) widened to float32 again, bit for bit, without the casts for float8."""
     dtype = np.dtype(dtype)
     if dtype == np.int8:
         return round_to(x, dtype).astype(jnp.float32)
-    info = jnp.finfo(dtype)
     top = dtype_max(dtype)
-    bits = lax.bitcast_convert_type(jnp.clip(x, -top, top), jnp.int32)
-    sign = bits & np.int32(-(2**31))
-    magnitude = bits ^ sign
-    exponent = magnitude & np.int32(0xFF << 23)
-    exponent = jnp.maximum(exponent, np.int32((int(info.minexp) + 127) << 23))
-    shifter = lax.bitcast_convert_type(
-        exponent + np.int32((23 - int(info.nmant)) << 23), jnp.float32
-    )
-    rounded = (lax.bitcast_convert_type(magnitude, jnp.float32) + shifter) - shifter
-    return lax.bitcast_convert_type(
-        lax.bitcast_convert_type(rounded, jnp.int32) | sign, jnp.float32
-    )
+    bits = lax.bitcast_convert_type(on_grid(jnp.clip(x, -top, top), dtype), jnp.int32)
+    sign = lax.bitcast_convert_type(x, jnp.int32) & np.int32(-(2**31))
+    return lax.bitcast_convert_type(bits | sign, jnp.float32)

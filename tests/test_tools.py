@@ -335,7 +335,7 @@ class FollowTest(parameterized.TestCase):
         products = {x.times for x in run.pieces() if x.mxu and x.times}
         self.assertEqual(products, {sum(call.sizes) // 256})
         self.assertEqual(run.mxu, _bench_tpu.floors(call)["mxu"])
-        moved = _bench_tpu.HBM * _bench_tpu.floors(call)["hbm"]
+        moved = _bench_tpu.chip(call.chip).hbm_bytes_per_cycle * _bench_tpu.floors(call)["hbm"]
         self.assertBetween(run.bytes, moved, 1.3 * moved)
 
 

@@ -162,6 +162,15 @@ _ROWS = [
      {"lhs_dtype": "int8"}),
     ("fixed", 130, 200, 1, [13, 110], None, "float32", "e4m3", [2, 1, 1], "v7x",
      {"lhs_dtype": "e4m3", "lhs_bound": 2.5}),
+    # Operands that the MXU widens to bf16, and products of int8.
+    ("stored_e4m3", 640, 256, 128, [255, 1, 0, 300], None, _E4M3, "e4m3", [4, 1, 128], "v6e", {}),
+    ("stored_e5m2", 96, 160, 96, [33, 60], None, _E5M2, "e5m2", [2, 1, 96], "v5e",
+     {"transpose_rhs": True}),
+    ("widened", 130, 256, 96, [64, 66], None, "bfloat16", "e4m3", [2, 1, 96], "v5p",
+     {"lhs_dtype": "e4m3", "transpose_rhs": True}),
+    ("widened_flat", 130, 256, 96, [64, 66], None, ("e4m3", "flat"), "e4m3", None, "v6e", {}),
+    ("native_int8", 130, 257, 200, [64, 60], None, "bfloat16", "int8", [2, 1, 200], "v6e",
+     {"lhs_dtype": "int8"}),
     ("transposed", 130, 96, 200, [127, 3], None, "bfloat16", "bfloat16", None, "v7x",
      {"transpose_rhs": True}),
     # Every form of the rhs scale: one per contraction element, in blocks, and both at once.

@@ -170,15 +170,19 @@ class TgmmKernelTest(parameterized.TestCase):
             np.testing.assert_array_equal(run(*stale, starts, ends), got)
 
     @parameterized.named_parameters(
-        ("both_quantized", dict()), ("fp8_lhs", dict(lhs_dtype=None, dout_dtype="e4m3"))
+        ("both_quantized", dict(), "v7x"),
+        ("fp8_lhs", dict(lhs_dtype=None, dout_dtype="e4m3"), "v7x"),
+        ("both_widened", dict(), "v5e"),
+        ("fp8_lhs_widened", dict(lhs_dtype=None, dout_dtype="e4m3"), "v6e"),
+        ("int8", dict(lhs_dtype="int8", dout_dtype="int8", transpose_out=True), "v5p"),
     )
-    def test_row_blocks(self, changes):
+    def test_row_blocks(self, changes, chip):
         """Full, with a short one after it, several, short, and in the array's last window."""
         m, k, n = 2400, 129, 200
         p = _params(block_m=384, **changes)
         lhs, scale, dout = self._operands(m, k, n, p)
         starts, ends = _ranges([474, 300, 778, 434, 10, 230], [0, 5, 0, 3, 0, 0])
-        got = _runner(p)(lhs, scale, dout, starts, ends)
+        got = _runner(p, chip)(lhs, scale, dout, starts, ends)
         self._assert_close(got, _reference(lhs, scale, dout, starts, ends, p))
 
     @parameterized.named_parameters(

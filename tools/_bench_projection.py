@@ -104,7 +104,7 @@ def _chain(steps, rows: int) -> dict:
         memory = compiled.memory_analysis()
         if fn is not rescale:  # whose result is the projection's
             made = int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
-    return {"cycles": traffic / _bench_tpu.HBM, "temporaries": made}
+    return {"cycles": traffic / _bench_tpu.chip("v7x").hbm_bytes_per_cycle, "temporaries": made}
 
 
 # ------------------------------------------------------------------------------------- ours
@@ -154,8 +154,7 @@ def measure(options, say) -> list[dict]:
                 row[library] = {}
                 for part, call in kernels(k, n, m, sizes, library).items():
                     say(f"{name}: {library}, {part}")
-                    floor = _bench_tpu.floors(call)["mxu"]
-                    row[library][part] = _bench_tpu.counted(call, floor, options.timeout)
+                    row[library][part] = _bench_tpu.counted(call, options.timeout)
             say(f"{name}: chains")
             row["chains"] = {x: _chain(steps, m) for x, steps in chains(k, n, m, groups).items()}
             say(f"{name}: the whole program")

@@ -1,4 +1,4 @@
-"""`bench.py tpu`: the grouped matmul kernels against the floors of a v7x core, by its compiler.
+"""`bench.py tpu`: the grouped matmul kernels against the floors of a TPU core, by its compiler.
 
 Nothing runs on a TPU. Every row is a whole call, with two floors: what the MXU takes at its peak
 rate for the valid rows, and what HBM takes for the bytes that a call must move. Against them stand,
@@ -17,8 +17,14 @@ from tools import _tpu_call
 from tools._tpu_call import Call
 
 SHAPES = ((7168, 2048), (2048, 7168))
-FLOPS = 524288  # of bf16, per cycle of a v7x core; float8 twice
-HBM = 1680  # bytes per cycle
+CHIPS = ("v7x", "v6e", "v5p", "v5e")
+
+
+def chip(name: str):
+    """The Chip, see lowering/tpu/chip.py; imports JAX."""
+    from fp8moe_prims.lowering.tpu.chip import CHIPS
+
+    return CHIPS[name]
 
 
 def sizes(layout: str, groups: int, rows: int = 1024):
@@ -31,31 +37,37 @@ def sizes(layout: str, groups: int, rows: int = 1024):
     return tuple(int(x) for x in counts)
 
 
-def calls(groups: int) -> dict:
-    """name -> Call."""
+def calls(groups: int, name="v7x") -> dict:
+    """name -> Call, on a chip of this name."""
     out = {}
+    int8 = [
+        ("gmm bf16 lhs quantized, int8", "gmm", "int8", False),
+        ("dlhs, int8", "gmm", "int8", True),
+        ("tgmm both bf16, int8", "tgmm", "int8", False),
+    ]
     for layout in ("aligned", "random"):
         for k, n in SHAPES:
-            common = dict(m=1024 * groups, k=k, n=n, sizes=sizes(layout, groups))
-            for name, op, lhs, transpose in (
+            common = dict(m=1024 * groups, k=k, n=n, sizes=sizes(layout, groups), chip=name)
+            for kind, op, lhs, transpose in (
                 ("gmm fp8 lhs", "gmm", "fp8", False),
                 ("gmm bf16 lhs quantized", "gmm", "quantize", False),
                 ("dlhs", "gmm", "quantize", True),
                 ("gmm bf16", "gmm", "bf16", False),
                 ("tgmm saved fp8", "tgmm", "fp8", False),
                 ("tgmm both bf16", "tgmm", "quantize", False),
+                *(int8 if chip(name).native_int8 else ()),
             ):
-                key = f"{name}, k={k} n={n}, {layout}"
+                key = f"{kind}, k={k} n={n}, {layout}"
                 out[key] = Call(op, lhs=lhs, transpose=transpose, **common)
     call = out["gmm bf16 lhs quantized, k=7168 n=2048, aligned"]
     for factor in (2, 8):
-        name = f"gmm bf16 lhs quantized, k=7168 n=2048, {factor}x buffer"
-        out[name] = dataclasses.replace(call, m=factor * call.m)
+        key = f"gmm bf16 lhs quantized, k=7168 n=2048, {factor}x buffer"
+        out[key] = dataclasses.replace(call, m=factor * call.m)
     for g in (64, 512):
         for n in (256, 2048):
-            one = Call("gmm", m=g, k=4096, n=n, sizes=(1,) * g, lhs="quantize")
+            one = Call("gmm", m=g, k=4096, n=n, sizes=(1,) * g, lhs="quantize", chip=name)
             out[f"gmm bf16 lhs quantized, k=4096 n={n}, {g} groups of 1 row"] = one
-    if importlib.util.find_spec("tokamax"):
+    if name == "v7x" and importlib.util.find_spec("tokamax"):
         out |= _tokamax_calls(out)
     return out
 
@@ -76,8 +88,10 @@ def _tokamax_calls(ours: dict) -> dict:
 
 def floors(call: Call) -> dict:
     """Cycles that the MXU and HBM take at their peak rates."""
-    rows, groups = call.rows, sum(x > 0 for x in call.sizes)
-    mxu = 2 * rows * call.k * call.n / (FLOPS * (1 if call.lhs == "bf16" else 2))
+    core, rows, groups = chip(call.chip), call.rows, sum(x > 0 for x in call.sizes)
+    mxu = 2 * rows * call.k * call.n / core.mxu_flops_per_cycle
+    if core.native_int8 if call.lhs == "int8" else core.native_fp8 and call.lhs != "bf16":
+        mxu /= 2
     lhs, weights = 1 if call.lhs == "fp8" else 2, 2 if call.lhs == "bf16" else 1
     matrices = groups * call.k * call.n
     if call.op == "tgmm":
@@ -86,32 +100,33 @@ def floors(call: Call) -> dict:
     else:
         deep, wide = (call.n, call.k) if call.transpose else (call.k, call.n)
         moved = rows * (deep * lhs + wide * 2) + weights * matrices
-    return {"mxu": mxu, "hbm": moved / HBM}
+    return {"mxu": mxu, "hbm": moved / core.hbm_bytes_per_cycle}
 
 
 def measure(options, say) -> list[dict]:
     rows = []
-    for name, call in calls(options.groups).items():
+    for name, call in calls(options.groups, options.chip).items():
         if re.search(options.only, name):
             say(name)
             row = {"name": name, "groups": len(call.sizes), "rows": call.rows, **floors(call)}
-            rows.append(row | counted(call, row["mxu"], options.timeout))
+            rows.append(row | counted(call, options.timeout))
     return rows
 
 
-def counted(call: Call, mxu_floor: float, timeout: int) -> dict:
+def counted(call: Call, timeout: int) -> dict:
     """What a call executes, or why that is not known."""
     try:
         run, temporaries = _tpu_call.follow(call, timeout=timeout)
     except (RuntimeError, ValueError) as e:
         return {"error": str(e)}
-    if run.mxu < mxu_floor:
-        return {"error": f"not followed: products of {run.mxu} cycles, the rows need {mxu_floor}"}
+    floor = floors(call)["mxu"]
+    if run.mxu < floor:
+        return {"error": f"not followed: products of {run.mxu} cycles, the rows need {floor}"}
     blocks = [x for x in run.pieces() if x.mxu and x.times]
     blocks.sort(key=lambda x: -x.cycles)
     return {
         "cycles": run.cycles,
-        "copies": run.bytes / HBM,
+        "copies": run.bytes / chip(call.chip).hbm_bytes_per_cycle,
         "executed_mxu": run.mxu,
         "bundles": len(run.bundles),
         "blocks": [dataclasses.asdict(x) for x in blocks],
@@ -123,7 +138,8 @@ def table(rows, options) -> str:
     heads = ("MXU floor", "HBM floor", "cycles", "copies", "x", "temporaries")
     width = max([len(r["name"]) for r in rows], default=0)
     lines = [
-        "calls of kernels on one v7x core, by its compiler: kilocycles; x: of the larger floor",
+        f"calls of kernels on one {options.chip} core, by its compiler: kilocycles;"
+        " x: of the larger floor",
         "",
         " " * width + "".join(f"{h:>12}" for h in heads),
     ]
@@ -151,5 +167,6 @@ def add_arguments(parser, positive) -> None:
     text = "a projection's forward and both gradients, beside float8 kernels and dense chains"
     parser.add_argument("--projection", action="store_true", help=text)
     parser.add_argument("--groups", type=positive, default=32, help="of 1024 rows on average")
+    parser.add_argument("--chip", default="v7x", choices=CHIPS, help="not with --projection")
     parser.add_argument("--only", default="", metavar="REGEX", help="rows whose name matches")
     parser.add_argument("--timeout", type=positive, default=600, help="seconds of one compile")

@@ -196,7 +196,10 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """One bundle: its scalar instructions, matmul issues, and the regions that start with it."""
+    """One bundle: its scalar instructions, matmul issues, and the regions that start with it.
+
+    An issue with float8 rows that are widened to bf16 has twice the rows, and counts twice.
+    """
 
     address: str
     instructions: tuple[Instruction, ...]
@@ -221,7 +224,8 @@ def bundles_of(listing: str) -> list[Bundle]:
         code = re.sub(r"/\*.*?\*/", "", line, flags=re.S).rsplit("}", 1)[0]
         instructions = tuple(filter(None, map(_instruction, code.split(";;"))))
         regions = tuple(re.findall(r"Start(?:/End empty)? region (\d+)", line))
-        matmuls = len(re.findall(r"\bvmatmul\.", code))
+        issues = re.findall(r"\bvmatmul\.(\S+)", code)
+        matmuls = sum(2 if re.search(r"f8\w*\.bf16", x) else 1 for x in issues)
         found.append(Bundle(address, instructions, matmuls, regions))
     return found
 

@@ -14,12 +14,14 @@ whether a value is needed. Where an undefined one would decide something, that i
 - All instructions of a bundle read what was there before it, but for a phi, which comes first: the
   bundle's others see its new value. Its operands are in the order of the places it is reached
   from: the bundle before it and the branches to it.
+- A pointer made of a number (int_to_ptr) is another name of it, also in the number's own bundle.
 - A predicated instruction that does not run gives its name the old value written beside the
   predicate, ``(%p0_p1, %s2_s3)``; without one, the name is undefined. Stores and copies may be
   predicated too, and have undefined addresses where they do not run.
 - A branch is taken after the six bundles that follow it. Where the last of them are empty the
   listing has one of them at most: so it is taken before another branch or a region's start, too.
 - A copy's size is in granules of 32 bytes: what a pipelined kernel copies is its blocks, exactly.
+- Where a device has two cores (v5p), it is the first one that is followed.
 """
 
 import dataclasses
@@ -30,8 +32,9 @@ from tools._llo import Bundle, Instruction, bundles_of
 
 DELAY = 6  # bundles after a branch
 GRANULE = 32  # bytes, the unit of a copy's size
-# An issue holds one of the two MXUs for eight cycles.
+# An issue holds one of the two MXUs for eight cycles, one of the four of v5p and v5e for sixteen.
 MXU_CYCLES = 4
+_CORE = re.compile(r"sld \[smem:\[(#allocation\d+)\]\] /\* megacore core id")
 _WORD = 0xFFFFFFFF
 
 
@@ -97,7 +100,8 @@ def follow(listing: str, operands: dict, limit: int = 10**6) -> Run:
     Raises:
       ValueError: an instruction is not known, or an undefined value decides something.
     """
-    return _Machine(bundles_of(listing), operands).run(limit)
+    core = _CORE.search(listing)
+    return _Machine(bundles_of(listing), operands, core and core[1]).run(limit)
 
 
 _COMPUTE = {
@@ -120,7 +124,6 @@ _COMPUTE = {
     "scalar_lea": operator.add,
     "smov.u32": lambda x: x,
     "pmov": lambda x: x,
-    "int_to_ptr.vmem": lambda x: x,
 }
 # With one operand of the first value the result is the second, whatever the other operand is.
 _DECIDES = {"pand": (0, 0), "pnand": (0, 1), "por": (1, 1), "pnor": (1, 0)}
@@ -131,9 +134,12 @@ def _signed(x: int) -> int:
 
 
 class _Machine:
-    def __init__(self, bundles, operands):
+    def __init__(self, bundles, operands, core):
+        """core: the allocation that has the number of the core, if there is one."""
         self.bundles, self.operands = bundles, operands
         self.names, self.memory, self.addresses, self.tables = {}, {}, {}, {}
+        if core:
+            self.memory[self.address(core)] = 0
         self.bytes = 0
         self.starts = {}
         for i, bundle in enumerate(bundles):
@@ -177,7 +183,7 @@ class _Machine:
                 raise ValueError(f"{len(ways)} ways to {phis[0].text}")
             way = ways.index(origin)
             self.names.update([(x.to, self.names.get(x.args[way])) for x in phis])
-        new, stores, target = {}, {}, None
+        new, stores, pointers, target = {}, {}, {}, None
         for x in instructions:
             if x.op == "sphi":
                 continue
@@ -194,15 +200,18 @@ class _Machine:
                 stores[self.defined(x.args[0])] = self.value(x.args[1])
             elif x.op.startswith("dma."):
                 self.copy(x)
+            elif x.op == "int_to_ptr.vmem":
+                pointers[x.to] = x.args[0]
             else:
                 new[x.to] = self.compute(x)
         self.names |= new
+        self.names |= {to: self.value(arg) for to, arg in pointers.items()}
         self.memory |= stores
         return target
 
     def copy(self, x: Instruction) -> None:
         source, size, to = x.args[:3]
-        if x.op == "dma.hbm_to_smem":
+        if x.op in ("dma.hbm_to_smem", "dma.vmem_to_smem"):
             to = self.defined(to)
             for i, word in enumerate(self.tables.get(self.defined(source), ())):
                 self.memory[to + i] = word & _WORD
@@ -240,7 +249,8 @@ class _Machine:
             return (value if isinstance(value, int) else value[0]) & _WORD
         address = self.address(x.to)
         if value is not None:
-            self.tables[address] = value
+            # A copy from VMEM has the address in other units.
+            self.tables[address] = self.tables[address << 4 & _WORD] = value
         return address
 
     def address(self, name: str) -> int:

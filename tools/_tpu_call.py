@@ -31,11 +31,13 @@ class Call:
       m, k, n: rows of the buffer, contraction and output columns of the forward product; for the
         gradients they keep these meanings.
       sizes: rows of each group, which follow each other from row 0.
-      lhs: "fp8" (saved, with a row scale), "quantize" (bf16, quantized in the kernel) or "bf16".
+      lhs: "fp8" (saved, with a row scale), "quantize" (bf16, quantized in the kernel), "int8" (the
+        same, all quantized values int8) or "bf16".
       transpose: gmm's dlhs form: the rows have n columns and meet the weights transposed.
       library: "ours", or "tokamax": its second TPU kernels, whose tgmm takes both operands in
         float8 ("fp8") or in bf16, and whose gmm takes a bf16 lhs ("quantize", "bf16") or one in
         float8 that has no row scale ("fp8"; transposed, neither has the weights' scale).
+      chip: a name of lowering/tpu/chip.py.
     """
 
     op: str
@@ -46,6 +48,7 @@ class Call:
     lhs: str = "fp8"
     transpose: bool = False
     library: str = "ours"
+    chip: str = "v7x"
 
     @property
     def rows(self) -> int:
@@ -55,7 +58,12 @@ class Call:
 # ------------------------------------------------------------------------- in the parent process
 
 
-def follow(call: Call, target="tpu7x", timeout=600) -> tuple[_llo_run.Run, int]:
+def target(chip: str) -> str:
+    """The topology of a chip's name."""
+    return "tpu7x" if chip == "v7x" else chip
+
+
+def follow(call: Call, timeout=600) -> tuple[_llo_run.Run, int]:
     """(what the call executes, bytes of the temporaries of the program around it).
 
     Raises:
@@ -63,7 +71,7 @@ def follow(call: Call, target="tpu7x", timeout=600) -> tuple[_llo_run.Run, int]:
       ValueError: its listing cannot be followed.
     """
     with tempfile.TemporaryDirectory(prefix="tpu_call_") as folder:
-        made = _run_child(call, target, folder, timeout)
+        made = _run_child(call, folder, timeout)
         paths = glob.glob(f"{folder}/*gmm*[0-9]-final_bundles.txt")
         if len(paths) != 1:
             raise RuntimeError(f"the compiler wrote {len(paths)} listings of a kernel, not one")
@@ -72,11 +80,11 @@ def follow(call: Call, target="tpu7x", timeout=600) -> tuple[_llo_run.Run, int]:
     return run, made["temporaries"]
 
 
-def _run_child(call, target, folder, timeout) -> dict:
+def _run_child(call, folder, timeout) -> dict:
     """What the child process found; the compiler's listings are in the folder."""
     job, result = os.path.join(folder, "job.json"), os.path.join(folder, "result.json")
     with open(job, "w") as f:
-        json.dump({"call": dataclasses.asdict(call), "target": target}, f)
+        json.dump(dataclasses.asdict(call), f)
     environment = _llo.dumping(folder, ".*final_bundles.*")
     environment |= {"JAX_TRACEBACK_FILTERING": "off", "TPU_STDERR_LOG_LEVEL": "3"}
     try:
@@ -101,7 +109,7 @@ def _run_child(call, target, folder, timeout) -> dict:
 # -------------------------------------------------------------------------- in the child process
 
 
-def _function(call: Call, target: str):
+def _function(call: Call):
     """(function that makes the call, ShapeDtypeStructs of its arguments: starts, ends, arrays)."""
     import jax
     import jax.numpy as jnp
@@ -113,11 +121,11 @@ def _function(call: Call, target: str):
     from fp8moe_prims.tgmm_quant import TgmmOperands, TgmmParams
 
     bf16, fp8, f32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32
-    chip = CHIPS["v7x" if target == "tpu7x" else target]
+    chip = CHIPS[call.chip]
     struct = jax.ShapeDtypeStruct
     m, k, n, g = call.m, call.k, call.n, len(call.sizes)
-    saved, plain = call.lhs == "fp8", call.lhs == "bf16"
-    quantized = {"quantize": "e5m2" if call.transpose else "e4m3"}.get(call.lhs)
+    saved, plain, int8 = call.lhs == "fp8", call.lhs == "bf16", call.lhs == "int8"
+    quantized = {"quantize": "e5m2" if call.transpose else "e4m3", "int8": "int8"}.get(call.lhs)
     common = dict(
         out_dtype=np.dtype(bf16),
         lhs_dtype=quantized,
@@ -129,7 +137,7 @@ def _function(call: Call, target: str):
     row_scale = [struct((m, 1), f32)] if saved else []
     if call.op == "gmm":
         p = GmmParams(transpose_rhs=call.transpose, **common)
-        rhs = struct((g, k, n), bf16 if plain else fp8)
+        rhs = struct((g, k, n), bf16 if plain else jnp.int8 if int8 else fp8)
         args = [*bounds, lhs, rhs, *row_scale, *([] if plain else [struct((g, 1, n), f32)])]
 
         def fn(starts, ends, lhs, rhs, *scales):
@@ -139,7 +147,7 @@ def _function(call: Call, target: str):
             return gmm.gmm(x, p, chip=chip)
 
     else:
-        p = TgmmParams(dout_dtype=None if plain else "e5m2", **common)
+        p = TgmmParams(dout_dtype=None if plain else "int8" if int8 else "e5m2", **common)
         args = [*bounds, lhs, struct((m, n), bf16), *row_scale]
 
         def fn(starts, ends, lhs, dout, lhs_scale=None):
@@ -223,12 +231,12 @@ def _scalars(fn, call: Call, args) -> list:
     raise RuntimeError("the call has no kernel")
 
 
-def compile_for_core(fn, args, target="tpu7x"):
+def compile_for_core(fn, args, topology="tpu7x"):
     """A function of ShapeDtypeStructs, compiled for one core."""
     import jax
     import numpy as np
 
-    mesh = jax.sharding.Mesh(np.array(_tpu.devices(target)[:1]), ("x",))
+    mesh = jax.sharding.Mesh(np.array(_tpu.devices(topology)[:1]), ("x",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in args]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -238,15 +246,15 @@ def compile_for_core(fn, args, target="tpu7x"):
 def main() -> None:
     with open(sys.argv[1]) as f:
         job = json.load(f)
-    call = Call(**job["call"] | {"sizes": tuple(job["call"]["sizes"])})
+    call = Call(**job | {"sizes": tuple(job["sizes"])})
     _tpu.set_environment()
     if call.library == "tokamax":
         fn, args = _tokamax(call)
         operands = [call.sizes, [0]]  # the sizes, and the first group
     else:
-        fn, args = _function(call, job["target"])
+        fn, args = _function(call)
         operands = _scalars(fn, call, args)
-    memory = compile_for_core(fn, args, job["target"]).memory_analysis()
+    memory = compile_for_core(fn, args, target(call.chip)).memory_analysis()
     temporaries = int(memory.temp_size_in_bytes)
     with open(sys.argv[2], "w") as f:
         json.dump({"operands": operands, "temporaries": temporaries}, f)

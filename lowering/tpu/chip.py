@@ -18,7 +18,9 @@ class Chip:
       name: short name, as in "v7x".
       vmem_bytes: what one kernel may claim of VMEM (its ``vmem_limit_bytes``), in bytes; a little
         less than the hardware has, because the compiler keeps some for itself.
-      native_fp8: whether the MXU multiplies float8 operands. Elsewhere they are widened to bf16.
+      native_fp8: whether the MXU multiplies float8 operands. Elsewhere they are widened to bf16,
+      widens_fp8: by the MXU itself, see dots.py.
+      native_int8: whether the MXU multiplies int8 operands, at twice its rate for bf16.
       bf16_vector: whether the vector unit computes in bf16.
       hbm_bytes_per_cycle: HBM bandwidth of the core, in bytes per core clock cycle.
       mxu_flops_per_cycle: bf16 multiplies and adds (two each) of all MXUs of the core, per cycle.
@@ -32,6 +34,8 @@ class Chip:
     name: str
     vmem_bytes: int
     native_fp8: bool
+    widens_fp8: bool
+    native_int8: bool
     bf16_vector: bool
     hbm_bytes_per_cycle: int
     mxu_flops_per_cycle: int
@@ -43,14 +47,14 @@ class Chip:
 
 
 CHIPS = {
-    "v7x": Chip("v7x", 60 * _MIB, True, True, 1680, 524288, 256, True, 2, 16, 16),
-    "v6e": Chip("v6e", 112 * _MIB, False, True, 930, 524288, 256, False, 2, 16, 8),
-    "v5p": Chip("v5p", 60 * _MIB, False, False, 700, 131072, 128, False, 4, 16, 8),
-    "v5e": Chip("v5e", 112 * _MIB, False, False, 540, 131072, 128),
+    "v7x": Chip("v7x", 60 * _MIB, True, False, False, True, 1680, 524288, 256, True, 2, 16, 16),
+    "v6e": Chip("v6e", 112 * _MIB, False, True, True, True, 930, 524288, 256, False, 2, 16, 8),
+    "v5p": Chip("v5p", 60 * _MIB, False, True, True, False, 700, 131072, 128, False, 4, 16, 8),
+    "v5e": Chip("v5e", 112 * _MIB, False, True, True, False, 540, 131072, 128),
 }
 
 # For an unknown target: the smallest VMEM of a chip we know of (16 MiB, v4), and no fp8 arithmetic.
-SAFE = Chip("safe", 14 * _MIB, False, False, 540, 131072, 128)
+SAFE = Chip("safe", 14 * _MIB, False, False, False, False, 540, 131072, 128)
 
 # Device kinds as JAX spells them, the older and newer spellings of each.
 _KINDS = {

@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from fp8moe_prims.lowering import numerics
 from fp8moe_prims.lowering.tpu import dots
 from fp8moe_prims.lowering.tpu.chip import Chip
-from fp8moe_prims.lowering.tpu.dots import dot, dot_dtypes, widen
+from fp8moe_prims.lowering.tpu.dots import dot, widen
 from fp8moe_prims.lowering.tpu.gmm_tiles import (
     PIECE_F32,
     ROWS,
@@ -87,7 +87,8 @@ class Spec:
 
     @property
     def dtypes(self):
-        return dot_dtypes(*self.q.mxu_dtypes, self.chip)
+        """(lhs, rhs) dtypes that the MXU is given."""
+        return self.q.dtypes(self.chip, self.t.tk)
 
     @property
     def makes_lhs(self) -> bool:
@@ -177,6 +178,8 @@ def _pieces(spec: Spec):
         cuts.update(range(0, tk, q.scale_block))
     if spec.dtypes[0] == np.float32 or t.tn == 1:
         cuts.update(range(0, tk, PIECE_F32))
+    if spec.dtypes[0] == np.int8:
+        cuts.update(range(0, tk, dots.EXACT_INT8))
     cuts = sorted(cuts)
     return [
         (a, b, a // spec.block_k if spec.block_k else 0, a // q.scale_block if q.scale_block else 0)
@@ -222,16 +225,15 @@ def _make_lhs(spec: Spec, kt, refs, rows, block: int, columns):
     if spec.block_k is not None:
         absmax = _absmax(values) if absmax is None else absmax
         scale = numerics.block_scale(absmax, q.qdtype)
-        refs["steps"][block, r0:r1, :] = jnp.broadcast_to(scale, (r1 - r0, LANES))
-        # Not block_inverse, which is 0 where the scale was replaced by 1: such values round to 0.
-        values = values * (np.float32(1) / scale)
-        if q.qdtype == np.int8:
-            values = numerics.round_to(values, q.qdtype)
-        else:
-            values = dots.to_float8(values, q.qdtype)
+        step = scale * np.float32(dots.unit(spec.dtypes))
+        refs["steps"][block, r0:r1, :] = jnp.broadcast_to(step, (r1 - r0, LANES))
     elif q.qdtype is not None:
         scale = numerics.fixed_scale(spec.bound, q.qdtype)
-        values = numerics.round_to(values * (np.float32(1) / scale), q.qdtype)
+    if q.qdtype is not None:
+        # Not block_inverse, which is 0 where the scale was replaced by 1: such values round to 0.
+        values = values * (np.float32(1) / scale)
+        scaled = spec.block_k is not None
+        values = dots.quantized(values, q.qdtype, spec.dtypes[0], scaled)
     refs["ready"][r0:r1, c0:c1] = widen(values, spec.dtypes[0])
 
 
@@ -353,10 +355,15 @@ def _multiply(spec: Spec, kt, refs, batch, last):
 def _finish(spec: Spec, batch, refs, total, columns):
     """The out columns of a complete float32 sum."""
     c0, c1 = columns
-    if spec.q.qdtype is not None and spec.block_k is None:
-        total = total * numerics.fixed_scale(spec.bound, spec.q.qdtype)
+    fixed = np.float32(1)
+    if spec.block_k is None:
+        fixed = np.float32(dots.unit(spec.dtypes))
+        if spec.q.qdtype is not None:
+            fixed = fixed * numerics.fixed_scale(spec.bound, spec.q.qdtype)
     if spec.q.scale_form == "column":
-        total = total * refs["rhs_scale"][0:1, c0:c1]
+        total = total * (refs["rhs_scale"][0:1, c0:c1] * fixed)
+    elif fixed != 1:
+        total = total * fixed
     if spec.row_scale:
         total = total * refs["row_column"][...]
     if spec.flat_scale:

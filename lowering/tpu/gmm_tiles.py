@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from fp8moe_prims.lowering.tpu.chip import Chip
-from fp8moe_prims.lowering.tpu.dots import dot_dtypes
+from fp8moe_prims.lowering.tpu.dots import dot_dtypes, is_fp8
 from fp8moe_prims.lowering.tpu.layout import LANES, round_up
 from fp8moe_prims.lowering.tpu.visits import max_visits
 
@@ -62,12 +62,13 @@ class Problem:
     batches: int = 1
     rows: int | None = None  # valid rows expected in one batch
 
-    @property
-    def mxu_dtypes(self):
-        """(lhs, rhs) dtypes as this call hands them to ``dot``, before its own conversion."""
+    def dtypes(self, chip: Chip, tk: int):
+        """(lhs, rhs) dtypes that the MXU is given, with k tiles of tk elements."""
         lhs = self.qdtype or (np.dtype(np.float32) if self.scale_form == "fold" else self.lhs_dtype)
         rhs = np.dtype(np.float32) if self.scale_form == "full" else self.rhs_dtype
-        return np.dtype(lhs), np.dtype(rhs)
+        masked, rows = self.k % tk != 0, self.n if self.transpose_rhs else tk
+        stored_lhs = self.qdtype is None and not masked and (self.m % 32 == 0 or self.m > SUB)
+        return dot_dtypes(lhs, rhs, chip, (stored_lhs, not masked and rows % 32 == 0))
 
     @property
     def unit_k(self) -> int:
@@ -80,8 +81,7 @@ class Problem:
 
 def _vmem_bytes(q: Problem, chip: Chip, tm: int, tn: int, tk: int, sub: int, step: int) -> int:
     """VMEM that a call with these tiles needs: blocks, scratch, and temporaries of one product."""
-    lhs, rhs = q.mxu_dtypes
-    ready, weights = dot_dtypes(lhs, rhs, chip)
+    ready, weights = q.dtypes(chip, tk)
     cut = tk < q.k  # several k tiles
     masked = cut and q.k % tk != 0
     rows, cols, deep = round_up(tm, 32), round_up(tn, LANES), round_up(tk, LANES)
@@ -125,9 +125,9 @@ def _kept_lhs(q: Problem, chip: Chip, tn: int, tk: int, sub: int, step: int) -> 
     The compiler does so for MXUs of 128 columns, and with those of 256 for float32 and what is
     widened to bf16; else it reads the lhs from VMEM again.
     """
-    lhs, rhs = q.mxu_dtypes
-    ready, _ = dot_dtypes(lhs, rhs, chip)
-    if tn <= LANES or (chip.mxu_width > LANES and ready != np.float32 and ready == lhs):
+    ready, _ = q.dtypes(chip, tk)
+    made = ready == np.float32 or ready != (q.qdtype or q.lhs_dtype)
+    if tn <= LANES or (chip.mxu_width > LANES and not made):
         return 0
     # The contraction that all columns go through before the next part of it.
     by_block = q.block_k is not None and acc_columns(q, tn, tk, step) == tn
@@ -146,9 +146,9 @@ def acc_columns(q: Problem, tn: int, tk: int, step: int) -> int:
 def _cost(q: Problem, chip: Chip, tm: int, tn: int, tk: int, sub: int) -> float:
     """Cycles of a call, roughly: the larger of MXU and HBM time, and what a grid step costs."""
     rows = q.m if q.rows is None else min(q.rows, q.m)
-    lhs, rhs = q.mxu_dtypes
-    ready, weights = dot_dtypes(lhs, rhs, chip)
-    passes = {1: 0.5, 2: 1.0, 4: 6.0}[ready.itemsize]
+    ready, weights = q.dtypes(chip, tk)
+    native = ready == np.int8 or (chip.native_fp8 and is_fp8(ready))
+    passes = 6.0 if ready == np.float32 else 0.5 if native else 1.0
     groups = max(min(q.g, rows), 1)
     n_tiles, k_tiles = -(-q.n // tn), -(-q.k // tk)
     width = chip.mxu_width
@@ -165,7 +165,7 @@ def _cost(q: Problem, chip: Chip, tm: int, tn: int, tk: int, sub: int) -> float:
         vector += sub * wide * 2 * (-(-q.k // q.block_k)) / 4096
     cycles = runs * n_tiles * (max(mxu, vector) + 0.25 * min(mxu, vector) + 100)
     if q.rhs_dtype != weights:
-        cycles += (groups if k_tiles == 1 else visits) * q.k * q.n * 8 / 4096
+        cycles += (groups if k_tiles == 1 else visits) * q.k * q.n * weights.itemsize / 1024
     traffic = n_tiles * (rows + groups * tm / 2) * q.k * q.lhs_dtype.itemsize
     traffic += (groups if k_tiles == 1 else visits) * q.k * q.n * q.rhs_dtype.itemsize
     traffic += rows * q.n * q.out_dtype.itemsize

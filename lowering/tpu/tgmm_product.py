@@ -54,14 +54,14 @@ class Product:
 
     def scaled(self, x, part, rows, columns):
         """Results x of the output's ``rows`` and ``columns`` (pl.ds) times a part's scales."""
-        fixed = np.float32(1.0)
+        fixed = np.float32(dots.unit((self.c.a.slab, self.c.b.slab)))
         for side in (self.c.a, self.c.b):
             if side.bound is not None and side.qdtype is not None:
                 fixed = np.float32(fixed * numerics.fixed_scale(side.bound, side.qdtype))
-        if fixed != 1.0:
-            x = x * fixed
         if self.b.scales is not None:
-            x = x * self.b.scales[part, :, columns]
+            x = x * (self.b.scales[part, :, columns] * fixed)
+        elif fixed != 1.0:
+            x = x * fixed
         if self.a.scales is not None:
             lanes = x.shape[1] // LANES
             x = x * jnp.concatenate([self.a.scales[part, rows, :]] * lanes, axis=1)

@@ -246,7 +246,8 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
 
     qdtypes = [None if d is None else numerics.QDTYPES[d] for d in (p.lhs_dtype, p.dout_dtype)]
     plain = [lhs.dtype, dout.dtype if scale is None else np.dtype(np.float32)]
-    slabs = dots.dot_dtypes(*(q or d for q, d in zip(qdtypes, plain, strict=True)), chip)
+    values = (q or d for q, d in zip(qdtypes, plain, strict=True))
+    slabs = dots.dot_dtypes(*values, chip, [q is None for q in qdtypes])
     lhs_side = dict(qdtype=qdtypes[0], bound=None, slab=slabs[0], rowscale=False)
     dout_side = dict(
         qdtype=qdtypes[1],
@@ -266,7 +267,7 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
         block_m=p.block_m if any(scales) else None,
         a_bytes=arrays[0].dtype.itemsize,
         b_bytes=arrays[1].dtype.itemsize,
-        slab_bytes=np.dtype(slabs[0]).itemsize,
+        slab_bytes=max(d.itemsize for d in slabs),
         out_dtype=out_dtype,
         rows=rows,
         scales=scales,

@@ -12,6 +12,7 @@ from fp8moe_prims.lowering.tpu.layout import LANES, round_up
 ALIGN = 32  # rows of the widest packing (four float8 rows in each 32-bit word, eight sublanes)
 SHORT = 256  # slab rows of a short block
 TAIL = 128  # slab rows of a short block that goes with the one before it
+STRIP = 256  # columns that are quantized at a time, mostly
 MXU_COLUMNS = 512  # columns of the output that fill the MXUs of a core
 MAX_TABLE = 22000  # visits of one call: of each up to eleven int32 values lie in SMEM, 1 MiB
 
@@ -165,11 +166,6 @@ class Problem:
     def out_bytes(self) -> int:
         return np.dtype(self.out_dtype).itemsize
 
-    @property
-    def product(self) -> int:
-        """Rows and columns of one product, at most: fewer where float8 is widened for the MXU."""
-        return 1024 if self.slab_bytes == 1 else 512
-
     def widths(self, resident_b: bool):
         """(columns, bytes per element) of S and of R."""
         a, b = (self.p, self.a_bytes), (self.q, self.b_bytes)
@@ -177,18 +173,20 @@ class Problem:
 
 
 def _candidates(x: Problem):
-    """(block, resident_b, ts, tr): all cuts that are looked at."""
+    """(block, resident_b, ts, tr, rows and columns of a product at most): all that is looked at."""
+    limits = (1024,) if x.slab_bytes == 1 else (1024, 512)
     blocks = (x.block_m,) if x.block_m is not None else (1024, 512, 256, 128)
     for block in sorted({min(b, x.whole) for b in blocks}, reverse=True):
         for resident_b in (True, False):
             (s_width, _), (r_width, _) = x.widths(resident_b)
             for tr, ts in itertools.product(_widths(r_width, 8192), _widths(s_width, 8192)):
                 if ts < s_width or tr >= r_width:  # else the roles exchanged do the same
-                    yield block, resident_b, ts, tr
+                    for limit in limits:
+                        yield block, resident_b, ts, tr, limit
 
 
-def _fit(x: Problem, budget: int, block: int, resident_b: bool, ts: int, tr: int) -> Tiles | None:
-    """The tiles with as many slots as fit, or None."""
+def _fit(x: Problem, budget: int, block, resident_b, ts, tr, limit) -> Tiles | None:
+    """The tiles of a candidate with as many slots as fit, or None."""
     (_, s_bytes), (_, r_bytes) = x.widths(resident_b)
     tp, tq = (ts, tr) if resident_b else (tr, ts)
     tail = x.whole >= block + TAIL
@@ -200,7 +198,7 @@ def _fit(x: Problem, budget: int, block: int, resident_b: bool, ts: int, tr: int
     fixed += 2 * tp * tq * x.out_bytes + (tp * tq * 4 if accumulate else 0)
     shape = _pipelined_shape(tp, tq) if x.mxus and tail and block % SHORT == 0 else None
     # one product and its operands as Mosaic may spell them out
-    cp, cq = shape or _product_shape(tp, tq, x.product)
+    cp, cq = shape or _product_shape(tp, tq, limit)
     product = 4 * cp * cq
     product += (3 if x.slab_bytes == 4 else 1) * (cp + cq) * block * x.slab_bytes
     # or, where it is small, the float32 strips of 128 columns that are quantized together
@@ -232,15 +230,24 @@ def _cost(x: Problem, t: Tiles, chip: Chip) -> float:
     (s_width, s_bytes), (r_width, r_bytes) = x.widths(t.resident_b)
     per_group = max(1, math.ceil(x.rows / max(x.groups, 1) / t.block))
     n_s, n_r = -(-s_width // t.ts), -(-r_width // t.tr)
+    visits = (per_group * x.groups) * n_s * n_r
     r_reads = 1 if per_group <= t.slots else n_s
-    vector = x.rows * (s_width * n_r + r_width * r_reads) / 400
+    # Each turn of the products takes equally many strips of both operands, the last ones again.
+    turns = max(t.products // 2, 1)
+    widths = t.ts, t.tr if n_s == 1 or r_reads > 1 else -(-t.tr // (n_s - 1))
+    scaled = x.scales if t.resident_b else x.scales[::-1]
+    as_is = 0.2 if x.slab_bytes == 1 else 0.7  # of the work
+    columns = sum(
+        turns * -(-width // (turns * STRIP)) * STRIP * (1.0 if work else as_is)
+        for width, work in zip(widths, scaled, strict=True)
+    )
+    vector = visits * t.block * columns / (400 if x.slab_bytes == 1 else 300)
     _, cq = t.product
     mxu = 2 * x.rows * n_s * t.ts * n_r * t.tr / chip.mxu_flops_per_cycle
     mxu *= round_up(cq, MXU_COLUMNS) / cq
     moved = x.rows * (s_width * n_r * s_bytes + r_width * r_reads * r_bytes)
     hbm = (moved + x.groups * x.p * x.q * x.out_bytes) / chip.hbm_bytes_per_cycle
-    visits = (per_group * x.groups) * n_s * n_r
-    cost = max(vector, hbm) + mxu + visits * 1000
+    cost = max(vector, hbm) + mxu + visits * (1000 + t.products * (0 if t.pipelined else 250))
     return cost + visits * t.tp * t.tq / 512  # the accumulator's loads and stores
 
 

@@ -88,7 +88,8 @@ def clean(c: Config, window, block: Block, start=0):
 
 def _top(c: Config, side: Side, load, row, count):
     """[8 or 16, columns]: the largest magnitudes of the rows [row, row + count), by sublane."""
-    x = load(row, count, c.chip.bf16_vector and not side.rowscale)
+    as_it_is = c.chip.bf16_vector and side.dtype == jnp.bfloat16 and not side.rowscale
+    x = load(row, count, as_it_is)
     step = 16 if x.dtype == jnp.bfloat16 else 8
     return layout.tree_max([jnp.abs(x[i : i + step]) for i in range(0, count, step)])
 
@@ -112,25 +113,40 @@ class Source:
     shift: object
 
 
-def _loader(source: Source, column, mask=None):
-    """load(row, count, narrow) of a strip, see `_strip`; ``mask(row, count)`` says what to keep."""
+def _loader(source: Source, column, keep=None):
+    """load(row, count, as_it_is) of a strip: float32 times the row scales, or what the window has.
+
+    ``keep``: window rows [low, high), others are zeros.
+    """
     side, window = source.side, source.window
 
-    def load(row, count, narrow):
+    def load(row, count, as_it_is):
         if not isinstance(row, int):
             row = pl.multiple_of(row, ALIGN)
-        x = window[pl.ds(row, count), pl.ds(column, source.side.strip)]
-        if narrow and mask is None and x.dtype == jnp.bfloat16:
-            return x
+        x = window[pl.ds(row, count), pl.ds(column, side.strip)]
+        row = _I32(row) if isinstance(row, int) else row
+        if as_it_is:
+            return x if keep is None else _keep_rows(x, row, keep)
         x = x.astype(jnp.float32)
         if side.rowscale:
             ref, start = source.rowscale
-            at = start + (_I32(row) if isinstance(row, int) else row)
-            factor = ref[pl.ds(pl.multiple_of(at, ALIGN), count), :]
-            x = x * jnp.concatenate([factor] * (source.side.strip // LANES), axis=1)
-        return x if mask is None else jnp.where(mask(row, count), x, np.float32(0))
+            factor = ref[pl.ds(pl.multiple_of(start + row, ALIGN), count), :]
+            x = x * jnp.concatenate([factor] * (side.strip // LANES), axis=1)
+        if keep is None:
+            return x
+        index = lax.broadcasted_iota(jnp.int32, x.shape, 0) + row
+        return jnp.where((index >= keep[0]) & (index < keep[1]), x, np.float32(0))
 
     return load
+
+
+def _keep_rows(x, row, keep):
+    """x, window rows from ``row``, with zeros where they are not in [low, high)."""
+    low, high = (bound - row for bound in keep)
+    starts = [_I32(r) for r in range(0, x.shape[0], ALIGN)]
+    masks = [_row_mask(low - r, high - r, x.dtype.itemsize) for r in starts]
+    mask = jnp.concatenate([jnp.concatenate(masks, axis=0)] * (x.shape[1] // LANES), axis=1)
+    return pltpu.bitcast(pltpu.bitcast(x, jnp.int32) & mask, x.dtype)
 
 
 def _columns(source: Source, i):
@@ -162,14 +178,8 @@ def short_rows(c: Config, source: Source, other):
     block = source.block
     offset = jnp.minimum(block.low >> _I32(5), _I32((c.tiles.window - SHORT) // ALIGN))
     offset = offset * _I32(ALIGN)
-    low = block.low - offset
-
-    def mask(row, count):
-        index = lax.broadcasted_iota(jnp.int32, (count, source.side.strip), 0) + (row - offset)
-        return (index >= low) & (index < low + block.count)
-
-    inner = _loader(source, other, mask)
-    load = lambda row, count, narrow: inner(offset + _I32(row), count, narrow)
+    inner = _loader(source, other, (block.low, block.low + block.count))
+    load = lambda row, count, as_it_is: inner(offset + _I32(row), count, as_it_is)
     return [(0, load, [(0, SHORT // 2), (SHORT // 2, SHORT // 2)])]
 
 
@@ -177,18 +187,17 @@ def masked_rows(c: Config, source: Source, other):
     """The same of a full block in a window that is not clean."""
     block, size = source.block, c.tiles.block
     fold, high = c.tiles.window - size, block.low + block.count
-    load = _loader(source, other)
+    full = _loader(source, other, (block.low, high))
 
-    def masked(row, count, low, high):
-        index = lax.broadcasted_iota(jnp.int32, (count, source.side.strip), 0) + _I32(row)
-        keep = (index >= low) & (index < high)
-        return jnp.where(keep, load(row, count, False), np.float32(0))
+    def main(row, count, as_it_is):
+        x = full(row, count, as_it_is)
+        if row >= fold:
+            return x
+        # One of the two is zero in each row.
+        bits = [pltpu.bitcast(y, jnp.int32) for y in (x, full(row + size, count, as_it_is))]
+        return pltpu.bitcast(bits[0] | bits[1], x.dtype)
 
-    def main(row, count, narrow):
-        x = masked(row, count, block.low, high)
-        return x + masked(row + size, count, block.low, high) if row < fold else x
-
-    tail = lambda row, count, narrow: masked(row, count, high, high + block.tail)
+    tail = _loader(source, other, (high, high + block.tail))
     rows = [(0, fold)] if fold else []
     rows += [(r, min(LANES, size - r)) for r in range(fold, size, LANES)]
     return [(0, main, rows)] + ([(1, tail, [(size, TAIL)])] if c.tiles.tail else [])
@@ -242,8 +251,8 @@ def write(c: Config, source: Source, rows_of, slab, inverse):
     Two lists as of `measure`, the second one empty.
     """
     side = source.side
-    as_is = side.qdtype is None and not side.rowscale and source.window.dtype == side.slab
-    as_is = as_is and rows_of in (full_rows, tail_rows)
+    as_it_is = side.qdtype is None and not side.rowscale
+    as_it_is = as_it_is and side.slab in (side.dtype, dots.E4M3B11)
 
     def quantized(x, part, columns):
         if side.scaled:
@@ -251,16 +260,14 @@ def write(c: Config, source: Source, rows_of, slab, inverse):
         elif side.qdtype is not None:
             fixed = numerics.fixed_scale(side.bound, side.qdtype)
             x = x * (np.float32(1.0) / fixed)
-        if side.scaled and side.qdtype != np.int8:
-            x = dots.widen(dots.to_float8(x, side.qdtype), side.slab)
-        elif side.qdtype is not None:
-            x = dots.widen(numerics.round_to(x, side.qdtype), side.slab)
+        if side.qdtype is not None:
+            return dots.quantized(x, side.qdtype, side.slab, side.scaled)
         return x.astype(side.slab)
 
-    def piece(column, other, part, load, row, count):
+    def piece(column, part, load, row, count):
         rows, columns = pl.ds(row, count), pl.ds(column, side.strip)
-        if as_is:
-            x = source.window[rows, pl.ds(other, side.strip)]
+        if as_it_is:
+            x = dots.widen(load(row, count, True), side.slab)
         else:
             few = [(r, min(_ROWS, count)) for r in range(row, row + count, _ROWS)]
             x = [quantized(load(*r, False), part, columns) for r in few]
@@ -273,7 +280,7 @@ def write(c: Config, source: Source, rows_of, slab, inverse):
     def tasks(i):
         column, other = _columns(source, i)
         pieces = [
-            functools.partial(piece, column, other, part, load, row, count)
+            functools.partial(piece, column, part, load, row, count)
             for part, load, rows in rows_of(c, source, other)
             for row, count in rows
         ]
