@@ -216,6 +216,23 @@ class TgmmKernelTest(parameterized.TestCase):
         self.assertTrue(chosen[0].pipelined)
         self.assertLess(chosen[0].ts * chosen[0].tr, k * n)  # several tiles
 
+    @parameterized.parameters((False, 512, 256), (True, 512, 256), (False, 256, 1024))
+    def test_two_cores(self, transpose, k, n):
+        """Each core makes half of the streamed operand's columns, in one tile or in two."""
+        p = _params(block_m=256, transpose_out=transpose, lhs_dtype=None)
+        lhs, scale, dout = self._operands(900, k, n, p)
+        starts, ends = _ranges([330, 0, 256, 300], [7, 0, 5, 0])
+        chosen = []
+
+        def choose(*args):
+            chosen.append(choose_tiles(*args))
+            return chosen[-1]
+
+        with mock.patch.object(kernel, "choose_tiles", choose):
+            got = _runner(p, "v5p")(lhs, scale, dout, starts, ends)
+        self._assert_close(got, _reference(lhs, scale, dout, starts, ends, p))
+        self.assertEqual(chosen[0].cores, 2)
+
     def test_last_window(self):
         """It begins at row 704; one row block in it, a short one with it, several, none."""
         m, k, n = 1216, 129, 200

@@ -89,7 +89,7 @@ def _tokamax_calls(ours: dict) -> dict:
 def floors(call: Call) -> dict:
     """Cycles that the MXU and HBM take at their peak rates."""
     core, rows, groups = chip(call.chip), call.rows, sum(x > 0 for x in call.sizes)
-    mxu = 2 * rows * call.k * call.n / core.mxu_flops_per_cycle
+    mxu = 2 * rows * call.k * call.n / (core.mxu_flops_per_cycle * core.cores)
     if core.native_int8 if call.lhs == "int8" else core.native_fp8 and call.lhs != "bf16":
         mxu /= 2
     lhs, weights = 1 if call.lhs == "fp8" else 2, 2 if call.lhs == "bf16" else 1
@@ -100,7 +100,7 @@ def floors(call: Call) -> dict:
     else:
         deep, wide = (call.n, call.k) if call.transpose else (call.k, call.n)
         moved = rows * (deep * lhs + wide * 2) + weights * matrices
-    return {"mxu": mxu, "hbm": moved / core.hbm_bytes_per_cycle}
+    return {"mxu": mxu, "hbm": moved / (core.hbm_bytes_per_cycle * core.cores)}
 
 
 def measure(options, say) -> list[dict]:
@@ -120,7 +120,7 @@ def counted(call: Call, timeout: int) -> dict:
     except (RuntimeError, ValueError) as e:
         return {"error": str(e)}
     floor = floors(call)["mxu"]
-    if run.mxu < floor:
+    if run.mxu < floor:  # of the device, which has at most that of its first core
         return {"error": f"not followed: products of {run.mxu} cycles, the rows need {floor}"}
     blocks = [x for x in run.pieces() if x.mxu and x.times]
     blocks.sort(key=lambda x: -x.cycles)
@@ -166,6 +166,8 @@ def table(rows, options) -> str:
 def add_arguments(parser, positive) -> None:
     text = "a projection's forward and both gradients, beside float8 kernels and dense chains"
     parser.add_argument("--projection", action="store_true", help=text)
+    text = "each call with the chosen tiles and with others"
+    parser.add_argument("--tilings", action="store_true", help=text)
     parser.add_argument("--groups", type=positive, default=32, help="of 1024 rows on average")
     parser.add_argument("--chip", default="v7x", choices=CHIPS, help="not with --projection")
     parser.add_argument("--only", default="", metavar="REGEX", help="rows whose name matches")

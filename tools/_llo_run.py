@@ -187,10 +187,13 @@ class _Machine:
         for x in instructions:
             if x.op == "sphi":
                 continue
-            acts = x.op.startswith(("sbr.", "sst", "dma."))
+            acts = x.op.startswith(("sbr.", "dma."))
             runs = x.predicate is None or (self.defined if acts else self.value)(x.predicate)
             if not runs:
-                if not acts:
+                if x.op == "sst":
+                    if runs is None:  # whether it is stored is not known
+                        stores[self.defined(x.args[0])] = None
+                elif not acts:
                     new[x.to] = None if runs is None else self.names.get(x.old)
             elif x.op == "sbr.rel":
                 target = self.branches[here]

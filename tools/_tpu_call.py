@@ -7,6 +7,7 @@ compiled by a child process, which also computes what the kernel is given in sca
 kernel is the one that users get.
 """
 
+import contextlib
 import dataclasses
 import glob
 import json
@@ -38,6 +39,7 @@ class Call:
         float8 ("fp8") or in bf16, and whose gmm takes a bf16 lhs ("quantize", "bf16") or one in
         float8 that has no row scale ("fp8"; transposed, neither has the weights' scale).
       chip: a name of lowering/tpu/chip.py.
+      tiles: fields of the tiling to take, None for the chooser's.
     """
 
     op: str
@@ -49,6 +51,7 @@ class Call:
     transpose: bool = False
     library: str = "ours"
     chip: str = "v7x"
+    tiles: dict | None = None
 
     @property
     def rows(self) -> int:
@@ -197,7 +200,44 @@ def _tokamax(call: Call):
 
 
 class _Recorded(Exception):
-    """Carries the scalar operands of a pallas_call."""
+    """Carries what a call was about to do."""
+
+
+def _chooser(call: Call):
+    """(module with the kernel's call, name of the function there that chooses tiles)."""
+    from fp8moe_prims.lowering.tpu import gmm, tgmm_quant
+
+    return (gmm, "choose") if call.op == "gmm" else (tgmm_quant, "choose_tiles")
+
+
+def problem(call: Call):
+    """(the problem that tiles are chosen for, chip); imports JAX."""
+    import jax
+
+    def record(*args):
+        raise _Recorded(args)
+
+    fn, args = _function(call)
+    with mock.patch.object(*_chooser(call), record):
+        try:
+            jax.eval_shape(fn, *args)
+        except _Recorded as e:
+            return e.args[0]
+    raise RuntimeError("the call has no kernel")
+
+
+@contextlib.contextmanager
+def _tiles(call: Call):
+    """The call's tiles are taken."""
+    if call.tiles is None:
+        yield
+        return
+    from fp8moe_prims.lowering.tpu import gmm_tiles, tgmm_tiles
+
+    kind = gmm_tiles.Tiles if call.op == "gmm" else tgmm_tiles.Tiles
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in call.tiles.items()}
+    with mock.patch.object(*_chooser(call), lambda *_: kind(**fields)):
+        yield
 
 
 def _scalars(fn, call: Call, args) -> list:
@@ -253,8 +293,10 @@ def main() -> None:
         operands = [call.sizes, [0]]  # the sizes, and the first group
     else:
         fn, args = _function(call)
-        operands = _scalars(fn, call, args)
-    memory = compile_for_core(fn, args, target(call.chip)).memory_analysis()
+    with _tiles(call):
+        if call.library != "tokamax":
+            operands = _scalars(fn, call, args)
+        memory = compile_for_core(fn, args, target(call.chip)).memory_analysis()
     temporaries = int(memory.temp_size_in_bytes)
     with open(sys.argv[2], "w") as f:
         json.dump({"operands": operands, "temporaries": temporaries}, f)

@@ -25,7 +25,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from tools import _bench_cpu, _bench_layer, _bench_projection, _bench_tpu, _tpu
+from tools import _bench_cpu, _bench_layer, _bench_projection, _bench_tilings, _bench_tpu, _tpu
 
 # ------------------------------------------------------------------------------ command line
 
@@ -123,7 +123,10 @@ def _add_layer(commands) -> None:
 
 def run_tpu(options) -> None:
     _tpu.set_environment()
-    bench = _bench_projection if options.projection else _bench_tpu
+    if options.projection:
+        bench = _bench_projection
+    else:
+        bench = _bench_tilings if options.tilings else _bench_tpu
     rows = bench.measure(options, _say)
     print(bench.table(rows, options))
     name = "projection" if options.projection else "tpu"

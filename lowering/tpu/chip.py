@@ -22,6 +22,7 @@ class Chip:
       widens_fp8: by the MXU itself, see dots.py.
       native_int8: whether the MXU multiplies int8 operands, at twice its rate for bf16.
       bf16_vector: whether the vector unit computes in bf16.
+      cores: TensorCores of one JAX device; the figures are of one of them.
       hbm_bytes_per_cycle: HBM bandwidth of the core, in bytes per core clock cycle.
       mxu_flops_per_cycle: bf16 multiplies and adds (two each) of all MXUs of the core, per cycle.
       mxu_width: rows and columns of one MXU.
@@ -37,6 +38,7 @@ class Chip:
     widens_fp8: bool
     native_int8: bool
     bf16_vector: bool
+    cores: int
     hbm_bytes_per_cycle: int
     mxu_flops_per_cycle: int
     mxu_width: int
@@ -47,14 +49,14 @@ class Chip:
 
 
 CHIPS = {
-    "v7x": Chip("v7x", 60 * _MIB, True, False, False, True, 1680, 524288, 256, True, 2, 16, 16),
-    "v6e": Chip("v6e", 112 * _MIB, False, True, True, True, 930, 524288, 256, False, 2, 16, 8),
-    "v5p": Chip("v5p", 60 * _MIB, False, True, True, False, 700, 131072, 128, False, 4, 16, 8),
-    "v5e": Chip("v5e", 112 * _MIB, False, True, True, False, 540, 131072, 128),
+    "v7x": Chip("v7x", 60 * _MIB, True, False, False, True, 1, 1680, 524288, 256, True, 2, 16, 16),
+    "v6e": Chip("v6e", 112 * _MIB, False, True, True, True, 1, 930, 524288, 256, False, 2, 16, 8),
+    "v5p": Chip("v5p", 60 * _MIB, False, True, True, False, 2, 700, 131072, 128, False, 4, 16, 8),
+    "v5e": Chip("v5e", 112 * _MIB, False, True, True, False, 1, 540, 131072, 128),
 }
 
 # For an unknown target: the smallest VMEM of a chip we know of (16 MiB, v4), and no fp8 arithmetic.
-SAFE = Chip("safe", 14 * _MIB, False, False, False, False, 540, 131072, 128)
+SAFE = Chip("safe", 14 * _MIB, False, False, False, False, 1, 540, 131072, 128)
 
 # Device kinds as JAX spells them, the older and newer spellings of each.
 _KINDS = {

@@ -349,7 +349,9 @@ def gmm(x, p, *, chip: Chip, interpret=False) -> jax.Array:
         ),
         out_shape=jax.ShapeDtypeStruct((batches, q.m, q.n), q.out_dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=chip.vmem_bytes
+            # The cores of a device share the tiles of columns.
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=chip.vmem_bytes,
         ),
         cost_estimate=_cost_estimate(x, p, q),
         interpret=interpret,

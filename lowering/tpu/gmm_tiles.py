@@ -144,13 +144,18 @@ def acc_columns(q: Problem, tn: int, tk: int, step: int) -> int:
 
 
 def _cost(q: Problem, chip: Chip, tm: int, tn: int, tk: int, sub: int) -> float:
-    """Cycles of a call, roughly: the larger of MXU and HBM time, and what a grid step costs."""
+    """Cycles of a call, roughly: the larger of MXU and HBM time, and what a grid step costs.
+
+    Of one core, where several share the tiles of columns.
+    """
     rows = q.m if q.rows is None else min(q.rows, q.m)
     ready, weights = q.dtypes(chip, tk)
     native = ready == np.int8 or (chip.native_fp8 and is_fp8(ready))
     passes = 6.0 if ready == np.float32 else 0.5 if native else 1.0
     groups = max(min(q.g, rows), 1)
-    n_tiles, k_tiles = -(-q.n // tn), -(-q.k // tk)
+    all_tiles, k_tiles = -(-q.n // tn), -(-q.k // tk)
+    n_tiles = -(-all_tiles // chip.cores)
+    columns = q.n * n_tiles / all_tiles
     width = chip.mxu_width
     # A group fills its last rows up to sub; half of the groups lie across a tile's edge.
     runs = rows / sub + groups * (0.5 + 0.5 * (tm < q.m))
@@ -165,10 +170,10 @@ def _cost(q: Problem, chip: Chip, tm: int, tn: int, tk: int, sub: int) -> float:
         vector += sub * wide * 2 * (-(-q.k // q.block_k)) / 4096
     cycles = runs * n_tiles * (max(mxu, vector) + 0.25 * min(mxu, vector) + 100)
     if q.rhs_dtype != weights:
-        cycles += (groups if k_tiles == 1 else visits) * q.k * q.n * weights.itemsize / 1024
+        cycles += (groups if k_tiles == 1 else visits) * q.k * columns * weights.itemsize / 1024
     traffic = n_tiles * (rows + groups * tm / 2) * q.k * q.lhs_dtype.itemsize
-    traffic += (groups if k_tiles == 1 else visits) * q.k * q.n * q.rhs_dtype.itemsize
-    traffic += rows * q.n * q.out_dtype.itemsize
+    traffic += (groups if k_tiles == 1 else visits) * q.k * columns * q.rhs_dtype.itemsize
+    traffic += rows * columns * q.out_dtype.itemsize
     hbm = traffic / chip.hbm_bytes_per_cycle
     # The weights of a group are fetched while the last tile of the one before it is handled.
     fetch = q.k * tn * q.rhs_dtype.itemsize / chip.hbm_bytes_per_cycle
@@ -212,22 +217,22 @@ def table_length(q: Problem, tm: int) -> int:
     return max_visits(q.batches, q.m, q.g, tm) + 8 * q.batches * q.g
 
 
+def fitting(q: Problem, chip: Chip, tk: int):
+    """The tilings with k tiles of tk elements that fit VMEM and scalar memory."""
+    for tm in _row_tiles(q, chip):
+        for tn in _column_tiles(q.n):
+            step = min(tn, 512)
+            sub = SUB if tm > SUB and tk == q.k else tm
+            vmem = _vmem_bytes(q, chip, tm, tn, tk, sub, step)
+            if vmem <= chip.vmem_bytes and table_length(q, tm) <= MAX_TABLE:
+                yield Tiles(tm, tn, tk, sub, step, vmem)
+
+
 @functools.lru_cache(maxsize=1024)
 def choose(q: Problem, chip: Chip) -> Tiles:
-    best, best_cost = None, math.inf
     for tk in _depth_tiles(q):
-        for tm in _row_tiles(q, chip):
-            for tn in _column_tiles(q.n):
-                step = min(tn, 512)
-                sub = SUB if tm > SUB and tk == q.k else tm
-                vmem = _vmem_bytes(q, chip, tm, tn, tk, sub, step)
-                if vmem > chip.vmem_bytes:
-                    continue
-                if table_length(q, tm) > MAX_TABLE:
-                    continue
-                cost = _cost(q, chip, tm, tn, tk, sub)
-                if cost < best_cost:
-                    best, best_cost = Tiles(tm, tn, tk, sub, step, vmem), cost
+        cost = lambda t: _cost(q, chip, t.tm, t.tn, t.tk, t.sub)
+        best = min(fitting(q, chip, tk), key=cost, default=None)
         if best is not None:
             return best  # fewer k tiles always win: each re-reads the weights for every visit
     if table_length(q, q.m) > MAX_TABLE:

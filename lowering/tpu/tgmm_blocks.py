@@ -40,7 +40,7 @@ class Side:
       rowscale: whether the rows are multiplied by lhs_scale first.
       is_a: whether it is the operand a.
       resident: whether its role is R.
-      width: columns.
+      width: columns, of S those of one core.
       tile: columns of a tile.
       turned: whether its slabs are [tile, rows], else [rows, tile].
     """

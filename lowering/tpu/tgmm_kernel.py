@@ -113,7 +113,7 @@ class _Visit:
     def __init__(self, c: Config, tables: Tables, operands, out, scratch):
         self.c, self.tables = c, tables
         self.operands, self.out, self.scratch = operands, out, scratch
-        self.v = v = pl.program_id(0)
+        self.v = v = pl.program_id(1)
         self.old = jnp.maximum(v - _I32(1), _I32(0))
         self.done = tables.block(self.old)  # the visit whose product this is
         self.new = tables.block(v)

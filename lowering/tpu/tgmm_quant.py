@@ -12,8 +12,9 @@ output tile; visits follow each other as
 
     unit u = (batch, group)  >  R tile  >  S tile  >  row block j
 
-and are the whole (dynamic) grid, their coordinates in SMEM tables. An empty group has one visit
-per output tile, which writes zeros and fetches nothing. Visit v quantizes its windows into slabs in
+and are the whole (dynamic) grid, their coordinates in SMEM tables. Where a device has two cores,
+each makes the visits of half of S's columns, by the same tables. An empty group has one visit per
+output tile, which writes zeros and fetches nothing. Visit v quantizes its windows into slabs in
 VMEM and multiplies the slabs of visit v - 1.
 
 tgmm_tiles.py chooses the tiles, tgmm_blocks.py says which rows a visit has, tgmm_windows.py
@@ -86,6 +87,7 @@ def _call(
     units = starts.shape[0]
     tiles, window = c.tiles, c.tiles.window
     a, b = (dout, lhs) if transpose else (lhs, dout)
+    columns = a.shape[-1], b.shape[-1]
     s, r = (a, b) if tiles.resident_b else (b, a)
     # The last step multiplies only.
     visits, tables, hold_s = make_tables(c, starts, ends, limit=most + 1)
@@ -112,18 +114,23 @@ def _call(
         row_pad = -arrays[role].shape[1] % ALIGN
         col_pad = -arrays[role].shape[2] % LANES
 
-        def index(v, *refs):
+        def index(core, v, *refs):
             base, strip = Tables(*refs[: len(tables)]).place(role, v)
-            return batch_of(role, v, refs), base * _I32(ALIGN), strip * _I32(LANES)
+            column = strip * _I32(LANES)
+            if tiles.cores > 1 and not role:
+                column = column + core * _I32(c.side(False).width)
+            return batch_of(role, v, refs), base * _I32(ALIGN), column
 
         width = c.side(role).tile
         return pl.BlockSpec(
             (None, pl.Element(window, (0, row_pad)), pl.Element(width, (0, col_pad))), index
         )
 
-    def out_index(v, *refs):
+    def out_index(core, v, *refs):
         w = jnp.maximum(v - _I32(1), _I32(0))
         s_tile, r_tile = Tables(*refs[: len(tables)]).tiles_of(w)
+        if tiles.cores > 1:
+            s_tile = s_tile + core * _I32(c.n_s)
         return (refs[0][w],) + ((s_tile, r_tile) if tiles.resident_b else (r_tile, s_tile))
 
     specs = {role: operand_spec(role) for role in (False, True)}
@@ -133,7 +140,7 @@ def _call(
         total = round_up(c.m, LANES) + 2 * LANES
         arrays["rowscale"] = jnp.pad(lhs_scale, ((0, 0), (0, 0), (0, total - c.m)))
 
-        def scale_index(v, *refs):
+        def scale_index(_, v, *refs):
             base, _ = Tables(*refs[: len(tables)]).place(dout_resident, v)
             return batch_of("rowscale", v, refs), _I32(0), (base >> _I32(2)) * _I32(LANES)
 
@@ -163,23 +170,24 @@ def _call(
     item = np.dtype(c.out_dtype).itemsize
     return pl.pallas_call(
         body,
-        out_shape=jax.ShapeDtypeStruct((units, c.a.width, c.b.width), c.out_dtype),
+        out_shape=jax.ShapeDtypeStruct((units, *columns), c.out_dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(visits + _I32(1),),
+            grid=(tiles.cores, visits + _I32(1)),
             in_specs=[specs[key] for key in keys],
             out_specs=pl.BlockSpec((None, tiles.tp, tiles.tq), out_index),
             scratch_shapes=list(scratch_shapes.values()),
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
+            dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=c.chip.vmem_bytes,
             disable_bounds_checks=True,  # of the windows, which `place` keeps within
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * expected * c.a.width * c.b.width,
-            bytes_accessed=expected * (c.a.width * a.dtype.itemsize + c.b.width * b.dtype.itemsize)
-            + units * c.a.width * c.b.width * item,
+            flops=2 * expected * math.prod(columns),
+            bytes_accessed=expected
+            * (columns[0] * a.dtype.itemsize + columns[1] * b.dtype.itemsize)
+            + units * math.prod(columns) * item,
             transcendentals=0,
         ),
         name="fp8moe_tgmm_quant",
@@ -280,13 +288,14 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
             f"tgmm_quant: block_m={p.block_m} with k={k}, n={n} does not fit the VMEM of "
             f"{chip.name}; use a smaller block_m."
         )
+    resident = not tiles.resident_b, tiles.resident_b
     a, b = (
         Side(
             y.dtype,
             **side,
             is_a=i == 0,
-            resident=tiles.resident_b == (i == 1),
-            width=y.shape[-1],
+            resident=resident[i],
+            width=y.shape[-1] // (1 if resident[i] else tiles.cores),
             tile=tiles.tq if i else tiles.tp,
             turned=tiles.pipelined and i == 0,
         )

@@ -29,6 +29,7 @@ class Tiles:
       ts, tr: columns of a tile of S and of R.
       slots: row blocks in the R slab.
       product: rows and columns of the output that one product makes.
+      cores: how many cores of the device share S's columns, each the tiles of an equal part.
       pipelined: whether the kernel has the MXUs in hand, see tgmm_product.py.
       vmem: the estimate, in bytes.
     """
@@ -41,6 +42,7 @@ class Tiles:
     tr: int
     slots: int
     product: tuple[int, int]
+    cores: int
     pipelined: bool
     vmem: int
 
@@ -185,9 +187,10 @@ def _candidates(x: Problem):
                         yield block, resident_b, ts, tr, limit
 
 
-def _fit(x: Problem, budget: int, block, resident_b, ts, tr, limit) -> Tiles | None:
+def _fit(x: Problem, chip: Chip, block, resident_b, ts, tr, limit) -> Tiles | None:
     """The tiles of a candidate with as many slots as fit, or None."""
-    (_, s_bytes), (_, r_bytes) = x.widths(resident_b)
+    budget = int(chip.vmem_bytes * 0.955)
+    (s_width, s_bytes), (r_width, r_bytes) = x.widths(resident_b)
     tp, tq = (ts, tr) if resident_b else (tr, ts)
     tail = x.whole >= block + TAIL
     window = block + TAIL if tail else min(block + ALIGN, x.whole)
@@ -208,6 +211,8 @@ def _fit(x: Problem, budget: int, block, resident_b, ts, tr, limit) -> Tiles | N
     b_row = 2 * tq * 8 * 4 if x.scales[1] else 0
     fixed += 2 * (a_column if resident_b else b_row)
     slot = slab_rows * tr * x.slab_bytes + (b_row if resident_b else a_column)
+    # A window is cleaned in place: a visit must not find it as another one has left it.
+    share, moves = ts * chip.cores, ts * chip.cores < s_width or tr >= r_width
     slots = int(min((budget - fixed) // slot, max(2, round_up(x.m, block) // block), 16))
     if slots < 2:
         return None
@@ -220,14 +225,16 @@ def _fit(x: Problem, budget: int, block, resident_b, ts, tr, limit) -> Tiles | N
         tr=tr,
         slots=slots,
         product=(cp, cq),
+        cores=chip.cores if s_width % share == 0 and moves else 1,
         pipelined=shape is not None,
         vmem=int(fixed + slots * slot),
     )
 
 
 def _cost(x: Problem, t: Tiles, chip: Chip) -> float:
-    """Cycles of a call: the vector unit quantizes, the MXU multiplies, HBM carries."""
+    """Cycles of a core in a call: the vector unit quantizes, the MXU multiplies, HBM carries."""
     (s_width, s_bytes), (r_width, r_bytes) = x.widths(t.resident_b)
+    s_width //= t.cores
     per_group = max(1, math.ceil(x.rows / max(x.groups, 1) / t.block))
     n_s, n_r = -(-s_width // t.ts), -(-r_width // t.tr)
     visits = (per_group * x.groups) * n_s * n_r
@@ -246,27 +253,32 @@ def _cost(x: Problem, t: Tiles, chip: Chip) -> float:
     mxu = 2 * x.rows * n_s * t.ts * n_r * t.tr / chip.mxu_flops_per_cycle
     mxu *= round_up(cq, MXU_COLUMNS) / cq
     moved = x.rows * (s_width * n_r * s_bytes + r_width * r_reads * r_bytes)
-    hbm = (moved + x.groups * x.p * x.q * x.out_bytes) / chip.hbm_bytes_per_cycle
+    moved += x.groups * s_width * r_width * x.out_bytes
+    hbm = moved * (1 if t.cores > 1 else 1 / chip.cores) / chip.hbm_bytes_per_cycle
     cost = max(vector, hbm) + mxu + visits * (1000 + t.products * (0 if t.pipelined else 250))
     return cost + visits * t.tp * t.tq / 512  # the accumulator's loads and stores
 
 
 def most_visits(x: Problem, t: Tiles) -> int:
-    """Visits that the groups of one batch element have at most, however long they are."""
-    tiles = -(-x.p // t.tp) * -(-x.q // t.tq)
+    """Visits of a core that the groups of one batch element have at most, however long they are."""
+    tiles = -(-x.p // t.tp) * -(-x.q // t.tq) // t.cores
     return tiles * (x.m // t.block + x.groups // x.batches)
 
 
-def choose_tiles(x: Problem, chip: Chip) -> Tiles | None:
-    """The cheapest tiles that fit the chip's VMEM by an estimate, or None.
+def fitting(x: Problem, chip: Chip) -> list[Tiles]:
+    """The tilings that fit VMEM, the best by the estimate first.
 
-    Where all that fit have too many visits for the tables of one call, those with the fewest.
+    Where all have too many visits for the tables of one call, those with the fewest come first.
     """
-    budget = int(chip.vmem_bytes * 0.955)
-    fitting = (_fit(x, budget, *cut) for cut in _candidates(x))
 
     def key(t):
         visits = most_visits(x, t)
         return visits if visits > MAX_TABLE else 0, _cost(x, t, chip), -t.ts * t.tr
 
-    return min((t for t in fitting if t is not None), key=key, default=None)
+    tilings = (_fit(x, chip, *cut) for cut in _candidates(x))
+    return sorted((t for t in tilings if t is not None), key=key)
+
+
+def choose_tiles(x: Problem, chip: Chip) -> Tiles | None:
+    """The cheapest tiling that fits the chip's VMEM by an estimate, or None."""
+    return next(iter(fitting(x, chip)), None)

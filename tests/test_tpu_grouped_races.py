@@ -1,0 +1,112 @@
+"""The grouped matmul kernels scaled down, under the interpreter's race detector."""
+
+import dataclasses
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import tpu as pltpu
+
+from fp8moe_prims.gmm import GmmOperands, GmmParams
+from fp8moe_prims.lowering.tpu import gmm, tgmm_quant
+from fp8moe_prims.lowering.tpu.chip import CHIPS
+from fp8moe_prims.lowering.xla import gmm as xla_gmm
+from fp8moe_prims.lowering.xla import tgmm_quant as xla_tgmm_quant
+from fp8moe_prims.tgmm_quant import TgmmOperands, TgmmParams
+from tests.helpers import assert_close
+
+M, K, N, SIZES = 640, 256, 1024, (300, 256, 0, 60)
+_CHIPS = {  # with so little VMEM that a call has several tiles of everything
+    name: dataclasses.replace(CHIPS[name], vmem_bytes=8 * 2**20) for name in ("v7x", "v5p")
+}
+
+
+def _operands():
+    """Tokens, the same in float8, their row scale, weights, their scale, dout, starts, ends."""
+    rng = np.random.RandomState(0)
+    x, w, dout = rng.randn(M, K), rng.randn(len(SIZES), K, N) * 50, rng.randn(M, N)
+    ends = np.cumsum(SIZES).astype(np.int32) + np.int32(7)
+    starts = ends - np.array(SIZES, np.int32)
+    shapes = (M, 1), (len(SIZES), 1, N)
+    scales = [np.exp2(rng.randint(-2, 3, shape)).astype(np.float32) for shape in shapes]
+    narrow = lambda y: jnp.asarray(y.astype(np.float32)).astype(jnp.float8_e4m3fn)
+    x, dout = (jnp.asarray(y.astype(np.float32)).astype(jnp.bfloat16) for y in (x, dout))
+    return x, narrow(np.asarray(x) * 50), scales[0], narrow(w), scales[1], dout, starts, ends
+
+
+def _calls():
+    """name -> (TPU lowering, XLA lowering, operands, params)."""
+    x, saved, row_scale, weights, scale, dout, starts, ends = _operands()
+    common = dict(out_dtype=np.dtype(np.float32))
+    both = dict(starts=starts, ends=ends)
+    matrices = dict(rhs=weights, rhs_scale=scale)
+    grouped = dict(common, block_k=256, lhs_bound=None, tail="zero")
+    calls = {
+        "gmm fp8": (
+            GmmOperands(saved, lhs_scale=row_scale, **matrices, **both),
+            GmmParams(transpose_rhs=False, lhs_dtype=None, **grouped),
+        ),
+        "gmm quantized": (
+            GmmOperands(x, **matrices, **both),
+            GmmParams(transpose_rhs=False, lhs_dtype="e4m3", **grouped),
+        ),
+        "dlhs": (
+            GmmOperands(dout, **matrices, **both),
+            GmmParams(transpose_rhs=True, lhs_dtype="e5m2", **grouped),
+        ),
+        "tgmm saved fp8": (
+            TgmmOperands(saved, dout, lhs_scale=row_scale, **both),
+            TgmmParams(lhs_dtype=None, dout_dtype="e5m2", block_m=256, **common),
+        ),
+        "tgmm both bf16": (
+            TgmmOperands(x, dout, **both),
+            TgmmParams(lhs_dtype="e4m3", dout_dtype="e5m2", block_m=256, **common),
+        ),
+    }
+    kernels = gmm.gmm, xla_gmm.gmm
+    others = tgmm_quant.tgmm_quant, xla_tgmm_quant.tgmm_quant
+    return {name: (*(kernels if "t" != name[0] else others), *c) for name, c in calls.items()}
+
+
+_MANY = [(name, chip) for name in _calls() if "tgmm" not in name for chip in _CHIPS]
+_MANY += [("tgmm saved fp8", "v5p"), ("tgmm both bf16", "v7x")]
+
+
+class RacesTest(parameterized.TestCase):
+    @parameterized.parameters(*_MANY)
+    def test_none(self, name, chip):
+        self._check(name, chip)
+
+    @pytest.mark.sweep
+    def test_none_in_the_others(self):
+        self._check("tgmm saved fp8", "v7x")
+        self._check("tgmm both bf16", "v5p")
+
+    def _check(self, name, chip):
+        """No race, and right: as XLA's, on one core and, of a device that has two, on both."""
+        ours, xla, x, p = _calls()[name]
+        chip, states = _CHIPS[chip], []
+        state = interpreter.RaceDetectionState
+
+        def made(*args, **kwargs):
+            states.append(state(*args, **kwargs))
+            return states[-1]
+
+        options = dict(detect_races=True, num_cores_or_threads=chip.cores)
+        if hasattr(pltpu.InterpretParams, "on_race"):  # newer than JAX 0.10: a race raises unless
+            options["on_race"] = "warn"
+        interpret = pltpu.InterpretParams(**options)
+        with mock.patch.object(interpreter, "RaceDetectionState", made):
+            out = jax.jit(lambda x: ours(x, p, chip=chip, interpret=interpret))(x)
+            out.block_until_ready()
+        self.assertTrue(states)
+        self.assertFalse(any(s.races_found for s in states))
+        assert_close(out, jax.jit(lambda x: xla(x, p, platform="cpu"))(x), 2e-3)
+
+
+if __name__ == "__main__":
+    absltest.main()
