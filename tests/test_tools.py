@@ -1,5 +1,6 @@
 """The tools: what they print, what they refuse, and the checks that are made with them."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -13,7 +14,16 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from tests.helpers import run_tool as _run
-from tools import _bench_projection, _bench_tpu, _hlo, _llo_run, _tpu_call, bench, dump_hlo
+from tools import (
+    _bench_projection,
+    _bench_tilings,
+    _bench_tpu,
+    _hlo,
+    _llo_run,
+    _tpu_call,
+    bench,
+    dump_hlo,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -308,6 +318,33 @@ class FollowTest(parameterized.TestCase):
         self.assertEqual(run.cycles, 5 + 4 * 12 + 3 * 4 + 4 * 3 + 1)
         self.assertEqual(run.bytes, 3 * 64 * 32)
 
+    @parameterized.parameters(
+        # The table comes from VMEM, by an address in other units, a pointer in the same bundle.
+        (
+            ("operand.hbm", "operand.vmem"),
+            ("smov.u32 0 }", "smov.u32 0 ;; %s4_s4 = sshll.u32 %s2_s1, 4 ;; %s4_s5 = POINTER }"),
+            ("POINTER", "int_to_ptr.vmem [resolvable:$true] %s4_s4"),
+            ("dma.hbm_to_smem %s2_s1", "dma.vmem_to_smem %s4_s5"),
+        ),
+        # The first of two cores.
+        (("smov.u32 0 }", "sld [smem:[#allocation0]] /* megacore core id */ }"),),
+        # Nobody knows whether it is stored, and nothing depends on it.
+        (("sst [smem:[#allocation9]] %s8_s3", "sst [smem:[#allocation9]] (%p9_p9), %s8_s3"),),
+    )
+    def test_same(self, *changes):
+        listing = LISTING
+        for old, new in changes:
+            self.assertIn(old, listing)
+            listing = listing.replace(old, new)
+        operands = {0: 4, 1: [3, -1, 7, 0]}
+        run, same = (_llo_run.follow(text, operands) for text in (LISTING, listing))
+        self.assertEqual((run.cycles, run.bytes), (same.cycles, same.bytes))
+
+    def test_widened_rows_take_twice_as_long(self):
+        listing = LISTING.replace("mubr.bf16.mxu0", "mubr.f8e5m2.bf16.mxu0")
+        run = _llo_run.follow(listing, {0: 4, 1: [3, -1, 7, 0]})
+        self.assertEqual(run.mxu, 4 * (2 * 4 + 3))
+
     def test_old_value_and_smulhi(self):
         """A copy's size is that of the old value where the predicate is false."""
         listing = LISTING.replace("(!%p11_p0, %s12_s5)", "(%p11_p0, %s12_s5)")
@@ -328,15 +365,53 @@ class FollowTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "bundle 0x5 has run 3 times"):
             _llo_run.follow(LISTING, {0: 4, 1: [3, -1, 7, 0]}, limit=3)
 
-    def test_compiled_kernel(self):
+    @parameterized.parameters(*_bench_tpu.CHIPS)
+    def test_compiled_kernel(self, chip):
         """The products of a call run once for every 256 rows, as it has no boundary within them."""
-        call = _tpu_call.Call("gmm", m=1792, k=512, n=256, sizes=(512, 0, 768, 256), lhs="fp8")
+        sizes = 512, 0, 768, 256
+        call = _tpu_call.Call("gmm", m=1792, k=512, n=256, sizes=sizes, lhs="fp8", chip=chip)
         run, _ = _tpu_call.follow(call)
         products = {x.times for x in run.pieces() if x.mxu and x.times}
         self.assertEqual(products, {sum(call.sizes) // 256})
         self.assertEqual(run.mxu, _bench_tpu.floors(call)["mxu"])
-        moved = _bench_tpu.chip(call.chip).hbm_bytes_per_cycle * _bench_tpu.floors(call)["hbm"]
-        self.assertBetween(run.bytes, moved, 1.3 * moved)
+        core = _bench_tpu.chip(chip)
+        moved = core.hbm_bytes_per_cycle * _bench_tpu.floors(call)["hbm"]
+        self.assertBetween(run.bytes, moved, 1.3 * moved * core.cores)
+
+
+class TilingsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        "gmm fp8 lhs, k=7168 n=2048, aligned", "tgmm both bf16, k=2048 n=7168, aligned"
+    )
+    def test_candidates(self, name):
+        call = _bench_tpu.calls(32)[name]
+        found = [_bench_tilings.shape(t) for t in _bench_tilings.tilings(call)]
+        self.assertGreater(len(found), 5)
+        self.assertLen(set(found), len(found))
+
+    def test_tiles_are_taken(self):
+        call = _tpu_call.Call("gmm", m=1024, k=256, n=512, sizes=(512, 512))
+        tilings = _bench_tilings.tilings(call)
+        times = set()
+        for tiles in (tilings[0], next(t for t in tilings if t["tn"] != tilings[0]["tn"])):
+            run, _ = _tpu_call.follow(dataclasses.replace(call, tiles=tiles))
+            times.add(max(x.times for x in run.pieces() if x.mxu))
+        self.assertLen(times, 2)
+
+    def test_table(self):
+        tiles = dict(tm=256, tn=512)
+        counted = [dict(cycles=120, copies=1), dict(cycles=100, copies=110), dict(error="no")]
+        rows = [
+            {
+                "name": "gmm",
+                "mxu": 100,
+                "hbm": 50,
+                "tilings": [{"tiles": tiles, **x} for x in counted],
+            }
+        ]
+        text = _bench_tilings.table(rows, bench.parse_arguments(["tpu", "--tilings"]))
+        self.assertIn("gmm: the chosen one takes 1.091 of the best", text)
+        self.assertRegex(text, r"256 rows, 512 columns +1\.200\n.* 1\.100\n.* no")
 
 
 class BenchTest(parameterized.TestCase):

@@ -203,7 +203,7 @@ class _Machine:
                 stores[self.defined(x.args[0])] = self.value(x.args[1])
             elif x.op.startswith("dma."):
                 self.copy(x)
-            elif x.op == "int_to_ptr.vmem":
+            elif x.op.startswith("int_to_ptr."):
                 pointers[x.to] = x.args[0]
             else:
                 new[x.to] = self.compute(x)
