@@ -18,14 +18,14 @@ class Chip:
       name: short name, as in "v7x".
       vmem_bytes: what one kernel may claim of VMEM (its ``vmem_limit_bytes``), in bytes; a little
         less than the hardware has, because the compiler keeps some for itself.
+      hbm_bytes_per_cycle: HBM bandwidth of the core, in bytes per core clock cycle.
+      mxu_flops_per_cycle: bf16 multiplies and adds (two each) of all MXUs of the core, per cycle.
+      mxu_width: rows and columns of one MXU.
+      cores: TensorCores of one JAX device; the other figures are of one of them.
       native_fp8: whether the MXU multiplies float8 operands. Elsewhere they are widened to bf16,
       widens_fp8: by the MXU itself, see dots.py.
       native_int8: whether the MXU multiplies int8 operands, at twice its rate for bf16.
       bf16_vector: whether the vector unit computes in bf16.
-      cores: TensorCores of one JAX device; the figures are of one of them.
-      hbm_bytes_per_cycle: HBM bandwidth of the core, in bytes per core clock cycle.
-      mxu_flops_per_cycle: bf16 multiplies and adds (two each) of all MXUs of the core, per cycle.
-      mxu_width: rows and columns of one MXU.
       mxus_in_hand: whether a kernel can order each MXU's steps itself (mxu.py), for float8.
       sparse_cores: SparseCores that serve one JAX device, 0 where there are none.
       subcores: vector subcores of a SparseCore.
@@ -34,29 +34,80 @@ class Chip:
 
     name: str
     vmem_bytes: int
-    native_fp8: bool
-    widens_fp8: bool
-    native_int8: bool
-    bf16_vector: bool
-    cores: int
     hbm_bytes_per_cycle: int
     mxu_flops_per_cycle: int
     mxu_width: int
+    cores: int = 1
+    native_fp8: bool = False
+    widens_fp8: bool = False
+    native_int8: bool = False
+    bf16_vector: bool = False
     mxus_in_hand: bool = False
     sparse_cores: int = 0
     subcores: int = 0
     sparse_lanes: int = 0
 
 
+_OLDER = dict(widens_fp8=True, native_int8=True)
 CHIPS = {
-    "v7x": Chip("v7x", 60 * _MIB, True, False, False, True, 1, 1680, 524288, 256, True, 2, 16, 16),
-    "v6e": Chip("v6e", 112 * _MIB, False, True, True, True, 1, 930, 524288, 256, False, 2, 16, 8),
-    "v5p": Chip("v5p", 60 * _MIB, False, True, True, False, 2, 700, 131072, 128, False, 4, 16, 8),
-    "v5e": Chip("v5e", 112 * _MIB, False, True, True, False, 1, 540, 131072, 128),
+    chip.name: chip
+    for chip in (
+        Chip(
+            "v7x",
+            vmem_bytes=60 * _MIB,
+            hbm_bytes_per_cycle=1680,
+            mxu_flops_per_cycle=524288,
+            mxu_width=256,
+            native_fp8=True,
+            bf16_vector=True,
+            mxus_in_hand=True,
+            sparse_cores=2,
+            subcores=16,
+            sparse_lanes=16,
+        ),
+        Chip(
+            "v6e",
+            vmem_bytes=112 * _MIB,
+            hbm_bytes_per_cycle=930,
+            mxu_flops_per_cycle=524288,
+            mxu_width=256,
+            bf16_vector=True,
+            sparse_cores=2,
+            subcores=16,
+            sparse_lanes=8,
+            **_OLDER,
+        ),
+        Chip(
+            "v5p",
+            vmem_bytes=60 * _MIB,
+            hbm_bytes_per_cycle=700,
+            mxu_flops_per_cycle=131072,
+            mxu_width=128,
+            cores=2,
+            sparse_cores=4,
+            subcores=16,
+            sparse_lanes=8,
+            **_OLDER,
+        ),
+        Chip(
+            "v5e",
+            vmem_bytes=112 * _MIB,
+            hbm_bytes_per_cycle=540,
+            mxu_flops_per_cycle=131072,
+            mxu_width=128,
+            **_OLDER,
+        ),
+    )
 }
 
 # For an unknown target: the smallest VMEM of a chip we know of (16 MiB, v4), and no fp8 arithmetic.
-SAFE = Chip("safe", 14 * _MIB, False, False, False, False, 1, 540, 131072, 128)
+SAFE = Chip(
+    "safe",
+    vmem_bytes=14 * _MIB,
+    hbm_bytes_per_cycle=540,
+    mxu_flops_per_cycle=131072,
+    mxu_width=128,
+)
 
 # Device kinds as JAX spells them, the older and newer spellings of each.
 _KINDS = {
