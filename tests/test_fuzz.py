@@ -1,11 +1,14 @@
 """Random calls against the reference: shapes, dtypes, groups, scales, poison, transforms.
 
 A few dozen examples run with the other tests; `-m sweep` runs 2,000 (FUZZ_EXAMPLES), under the
-interpreter too. FUZZ_SEED repeats a run; the seed and the number of distinct paths are printed.
+interpreter too, as for each chip. FUZZ_SEED repeats a run; the seed and the number of distinct
+paths are printed.
 """
 
 import collections
+import contextlib
 import os
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +19,12 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import fp8moe_prims as fp8
+from fp8moe_prims.lowering.tpu import chip
 from tests import cases, checks, helpers, row_cases
 
 SEED = int(os.environ.get("FUZZ_SEED", "20261129"))
 MANY = int(os.environ.get("FUZZ_EXAMPLES", "2000"))
+INTERPRETED = [f"interpret {name}" for name in chip.CHIPS]
 RECIPES = {
     "none": None,
     "default": cases.DEFAULT,
@@ -35,7 +40,7 @@ def grouped(draw):
     """(a Case of gmm or tgmm_quant, what is checked)."""
     op = draw(st.sampled_from(["gmm", "gmm", "tgmm_quant"]))
     m = draw(st.sampled_from([1, 7, 24, 40, 130]))
-    k, n = draw(st.sampled_from([(1, 43), (128, 129), (200, 64), (96, 1), (130, 20)]))
+    k, n = draw(st.sampled_from([(1, 43), (128, 129), (200, 64), (96, 1), (130, 20), (256, 512)]))
     g = draw(st.integers(1, 5))
     total = g + draw(st.integers(0, 2)) if op == "gmm" else max(1, g + draw(st.integers(-1, 2)))
     sizes = draw(st.lists(st.integers(-2, m + 3), min_size=total, max_size=total))
@@ -128,6 +133,16 @@ def _check_moved(case, kind, lowering):
     (checks.rows_value if kind == "value" else checks.rows_gradients)(case, lowering)
 
 
+@contextlib.contextmanager
+def _for_chip(name: str):
+    """As if every device were the chip of this name, or as it is."""
+    if not name:
+        yield
+        return
+    with mock.patch.object(chip, "chip_of", lambda device_kind: chip.CHIPS[name]):
+        yield
+
+
 def _fuzz(strategy, check, examples, lowerings):
     paths = collections.Counter()
 
@@ -141,7 +156,9 @@ def _fuzz(strategy, check, examples, lowerings):
     @given(strategy, st.sampled_from(lowerings))
     def run(example, lowering):
         case, kind = example
-        check(case, kind, lowering)
+        way, _, name = lowering.partition(" ")
+        with _for_chip(name):
+            check(case, kind, way)
         paths[_path(case, kind, lowering)] += 1
 
     run()
@@ -170,12 +187,12 @@ class FuzzTest(parameterized.TestCase):
 
     @pytest.mark.sweep
     def test_sweep_grouped(self):
-        lowerings = ["xla"] * 7 + ["interpret"]
+        lowerings = ["xla"] * 28 + INTERPRETED
         self.assertGreaterEqual(_fuzz(grouped(), _check_grouped, MANY * 3 // 4, lowerings), 1)
 
     @pytest.mark.sweep
     def test_sweep_moved(self):
-        lowerings = ["xla"] * 7 + ["interpret"]
+        lowerings = ["xla"] * 28 + INTERPRETED
         self.assertGreaterEqual(_fuzz(moved(), _check_moved, MANY // 4, lowerings), 1)
 
 
