@@ -68,14 +68,11 @@ def widen(x, dtype):
 
 
 def _to_e4m3b11(x):
-    """The same bits but for NaN, which is 0x80 there, and -0, which is not."""
-    word = pltpu.bitcast(x, jnp.int32)
-    every = lambda byte: np.int32(np.uint32(0x01010101 * byte).astype(np.int32))
-    top, low = every(0x80), word & every(0x7F)
-    nan = (low + every(0x01)) & top
-    nonzero = (low + every(0x7F)) & top
-    low = low ^ (nan - lax.shift_right_logical(nan, np.int32(7)))
-    return pltpu.bitcast(low | (word & nonzero) | nan, E4M3B11)
+    """The same bits but for NaN, which is 0x80 there, and -0, which is not there."""
+    bits = pltpu.bitcast(x, jnp.int8)
+    low, nan, zero = np.int8(0x7F), np.int8(-0x80), np.int8(0)
+    out = jnp.where((bits & low) == low, nan, jnp.where(bits == nan, zero, bits))
+    return pltpu.bitcast(out, E4M3B11)
 
 
 def quantized(x, dtype, to, scaled: bool):
