@@ -233,6 +233,25 @@ class TgmmKernelTest(parameterized.TestCase):
         self._assert_close(got, _reference(lhs, scale, dout, starts, ends, p))
         self.assertEqual(chosen[0].cores, 2)
 
+    @parameterized.parameters(
+        dict(lhs_batch=(), dout_batch=(3,)),
+        dict(lhs_batch=(3,), dout_batch=()),
+        dict(lhs_batch=(), dout_batch=(), chip="v5p"),
+    )
+    def test_one_window_for_several_units(self, lhs_batch, dout_batch, chip="v7x"):
+        """Of a window that is cleaned in place, where the pipeline has no cause to fetch it again.
+
+        The batch elements share an operand and its rows, those of the last but for where they
+        begin; or the cores, in turn, a group.
+        """
+        p = _params(block_m=256)
+        lhs = self._normal((*lhs_batch, 900, 512))
+        dout = self._normal((*dout_batch, 900, 256), seed=1)
+        starts = np.array([[37], [37], [33]] if lhs_batch or dout_batch else [37], np.int32)
+        ends = starts + np.int32(316)
+        got = _runner(p, chip)(lhs, None, dout, starts, ends)
+        self._assert_close(got, _reference(lhs, None, dout, starts, ends, p))
+
     def test_last_window(self):
         """It begins at row 704; one row block in it, a short one with it, several, none."""
         m, k, n = 1216, 129, 200

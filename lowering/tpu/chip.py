@@ -22,8 +22,8 @@ class Chip:
       mxu_flops_per_cycle: bf16 multiplies and adds (two each) of all MXUs of the core, per cycle.
       mxu_width: rows and columns of one MXU.
       cores: TensorCores of one JAX device; the other figures are of one of them.
-      native_fp8: whether the MXU multiplies float8 operands. Elsewhere they are widened to bf16,
-      widens_fp8: by the MXU itself, see dots.py.
+      native_fp8: whether the MXU multiplies float8 operands. Elsewhere they are widened to bf16.
+      widens_fp8: whether the MXU itself widens them, see dots.py.
       native_int8: whether the MXU multiplies int8 operands, at twice its rate for bf16.
       bf16_vector: whether the vector unit computes in bf16.
       mxus_in_hand: whether a kernel can order each MXU's steps itself (mxu.py), for float8.

@@ -355,15 +355,15 @@ def _multiply(spec: Spec, kt, refs, batch, last):
 def _finish(spec: Spec, batch, refs, total, columns):
     """The out columns of a complete float32 sum."""
     c0, c1 = columns
-    fixed = np.float32(1)
+    unit = np.float32(1)
     if spec.block_k is None:
-        fixed = np.float32(dots.unit(spec.dtypes))
+        unit = np.float32(dots.unit(spec.dtypes))
         if spec.q.qdtype is not None:
-            fixed = fixed * numerics.fixed_scale(spec.bound, spec.q.qdtype)
+            total = total * numerics.fixed_scale(spec.bound, spec.q.qdtype)
     if spec.q.scale_form == "column":
-        total = total * (refs["rhs_scale"][0:1, c0:c1] * fixed)
-    elif fixed != 1:
-        total = total * fixed
+        total = total * (refs["rhs_scale"][0:1, c0:c1] * unit)
+    elif unit != 1:
+        total = total * unit
     if spec.row_scale:
         total = total * refs["row_column"][...]
     if spec.flat_scale:

@@ -208,8 +208,47 @@ def _merged(tiles: Tiles, rows):
     return (rows > _I32(tiles.block)) & (rows <= _I32(tiles.block + TAIL - ALIGN))
 
 
-def make_tables(c: Config, starts, ends, limit: int):
+def _last_block(c: Config, starts, ends, blocks, merge):
+    """(32-row tile where its window begins, rows) of the last row block of each unit."""
+    first = starts + (blocks - _I32(1)) * _I32(c.tiles.block)
+    count = jnp.where(merge, _I32(c.tiles.block), ends - first)
+    return _base(c, first), count
+
+
+def _base(c: Config, first):
+    """The 32-row tile that the window of a row block begins with."""
+    return jnp.clip(first >> _I32(5), _I32(0), _I32(c.max_base))
+
+
+def _meeting(c: Config, starts, ends, blocks, merge, elements):
+    """bool [units]: those that would clean a window in which another one still finds its rows.
+
+    The pipeline does not fetch again what the next unit needs too: of batch elements that share an
+    operand, say. Where cores share S, the first unit follows the last one if they take turns.
+    """
+    one_tile = [resident for resident in (False, True) if c.side(resident).tiles == 1]
+    index = lax.iota(np.int32, starts.shape[0])
+    filled = lax.cummax(jnp.where(blocks > _I32(0), index, _I32(-1)))
+    before = jnp.concatenate([filled[-1:] if c.tiles.cores > 1 else _I32([-1]), filled[:-1]])
+    before = jnp.where(before < _I32(0), before[0], before)
+    take = lambda x: jnp.take(x, before, axis=0, mode="clip")
+    base, count = _last_block(c, starts, ends, blocks, merge)
+    meets = (blocks > _I32(0)) & (before >= _I32(0)) & (take(base) == _base(c, starts))
+    meets = meets & (take(count) >= _I32(ALIGN))
+    same = jnp.zeros_like(meets)
+    for resident in one_tile:
+        element = elements[resident]
+        same = same | (True if element is None else take(element) == element)
+    meets = meets & same
+    nowhere = _I32(starts.shape[0])
+    return meets.at[jnp.where(meets, before, nowhere)].set(True, mode="drop")
+
+
+def make_tables(c: Config, starts, ends, limit: int, elements=None):
     """The visits of units with rows [starts, ends), int32 [units] each.
+
+    ``elements``: None, or where the units belong to several batch elements or are visited by
+    several cores, those of S and R for each unit, by role, int32 [units] or None for all the same.
 
     Returns (how many there are, fewer than limit; Tables; the last visit up to each one that
     fetches an S window, where the pipeline stays while nothing new is needed).
@@ -254,7 +293,10 @@ def make_tables(c: Config, starts, ends, limit: int):
     first_late = (_I32(c.max_base * ALIGN) - starts + _I32(tiles.block - 1)) // _I32(tiles.block)
     late = jnp.sum(jnp.maximum(blocks - jnp.maximum(first_late, _I32(0)), _I32(0)))
     shared = late > _I32(1 if c.max_base else 0)
-    base, rows, count = _row_blocks(c, take(starts), take(ends), take(merge), j, real, shared)
+    unclean = shared & (_base(c, take(starts) + j * _I32(tiles.block)) >= _I32(c.max_base))
+    if elements is not None:
+        unclean = unclean | take(_meeting(c, starts, ends, blocks, merge, elements))
+    base, rows, count = _row_blocks(c, take(starts), take(ends), take(merge), j, real, unclean)
     direct = direct.astype(np.int32) << _I32(_DIRECT)
     return (
         total,
@@ -272,22 +314,21 @@ def make_tables(c: Config, starts, ends, limit: int):
     )
 
 
-def _row_blocks(c: Config, start, end, merge, j, real, last_shared):
+def _row_blocks(c: Config, start, end, merge, j, real, unclean):
     """Row block j of groups with rows [start, end), int32 [limit] all: (base, rows, count).
 
     base: the 32-row tile that its window begins with; rows, count: words of the tables. ``merge``:
-    whether a short block goes with it; ``real``: whether there is one; ``last_shared``: whether the
-    array's last window serves several row blocks.
+    whether a short block goes with it; ``real``: whether there is one; ``unclean``: whether its
+    window must stay as it is, for others.
     """
     block = _I32(c.tiles.block)
     first = start + j * block
     count = jnp.where(real, jnp.clip(end - first, _I32(0), block), _I32(0))
-    base = jnp.clip(first >> _I32(5), _I32(0), _I32(c.max_base))
+    base = _base(c, first)
     tail = jnp.where(merge, end - start - block, _I32(0))
     single = (end - start <= block) | merge
-    # Other row blocks may begin in the same window: it must stay as it is.
-    shared = ((base >= _I32(c.max_base)) & last_shared) | (count < _I32(ALIGN))
-    kind = jnp.where(shared, _I32(SHARED), _I32(FULL))
+    # Another row block may begin in the tile of one that is so short.
+    kind = jnp.where(unclean | (count < _I32(ALIGN)), _I32(SHARED), _I32(FULL))
     if c.tiles.block > SHORT:
         kind = jnp.where(count <= _I32(SHORT - ALIGN), _I32(SHORT_BLOCK), kind)
     kind = jnp.where(count > _I32(0), kind, _I32(EMPTY))

@@ -54,14 +54,17 @@ class Product:
 
     def scaled(self, x, part, rows, columns):
         """Results x of the output's ``rows`` and ``columns`` (pl.ds) times a part's scales."""
-        fixed = np.float32(dots.unit((self.c.a.slab, self.c.b.slab)))
+        fixed = np.float32(1.0)
         for side in (self.c.a, self.c.b):
             if side.bound is not None and side.qdtype is not None:
                 fixed = np.float32(fixed * numerics.fixed_scale(side.bound, side.qdtype))
-        if self.b.scales is not None:
-            x = x * (self.b.scales[part, :, columns] * fixed)
-        elif fixed != 1.0:
+        if fixed != 1.0:
             x = x * fixed
+        unit = np.float32(dots.unit((self.c.a.slab, self.c.b.slab)))
+        if self.b.scales is not None:
+            x = x * (self.b.scales[part, :, columns] * unit)
+        elif unit != 1.0:
+            x = x * unit
         if self.a.scales is not None:
             lanes = x.shape[1] // LANES
             x = x * jnp.concatenate([self.a.scales[part, rows, :]] * lanes, axis=1)

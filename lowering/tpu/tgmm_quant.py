@@ -12,10 +12,10 @@ output tile; visits follow each other as
 
     unit u = (batch, group)  >  R tile  >  S tile  >  row block j
 
-and are the whole (dynamic) grid, their coordinates in SMEM tables. Where a device has two cores,
-each makes the visits of half of S's columns, by the same tables. An empty group has one visit per
-output tile, which writes zeros and fetches nothing. Visit v quantizes its windows into slabs in
-VMEM and multiplies the slabs of visit v - 1.
+and are the whole (dynamic) grid, their coordinates in SMEM tables. Where a device has two cores
+and S's columns are whole tiles for both, each makes the visits of half of them, by the same tables.
+An empty group has one visit per output tile, which writes zeros and fetches nothing. Visit v
+quantizes its windows into slabs in VMEM and multiplies the slabs of visit v - 1.
 
 tgmm_tiles.py chooses the tiles, tgmm_blocks.py says which rows a visit has, tgmm_windows.py
 quantizes them, tgmm_kernel.py is the kernel.
@@ -69,7 +69,19 @@ def _scratch(c: Config):
 
 
 def _call(
-    c: Config, most, starts, ends, maps, *, lhs, dout, lhs_scale, transpose, expected, interpret
+    c: Config,
+    most,
+    starts,
+    ends,
+    maps,
+    *,
+    batched,
+    lhs,
+    dout,
+    lhs_scale,
+    transpose,
+    expected,
+    interpret,
 ):
     """One pallas_call: [units, p, q].
 
@@ -79,6 +91,7 @@ def _call(
       starts, ends: int32 [units].
       maps: which batch element of lhs, of dout and of lhs_scale serves a unit: int32 [units] each,
         or None where it is the first for all.
+      batched: whether the units are of several batch elements.
       lhs, dout, lhs_scale: [bl, m, k], [bd, m, n], and [bs, 1, m] or None.
       transpose: whether the output is [.., n, k].
       expected: rows for the cost estimate.
@@ -90,8 +103,11 @@ def _call(
     columns = a.shape[-1], b.shape[-1]
     s, r = (a, b) if tiles.resident_b else (b, a)
     # The last step multiplies only.
-    visits, tables, hold_s = make_tables(c, starts, ends, limit=most + 1)
     dout_resident = transpose != tiles.resident_b
+    elements = None
+    if batched or tiles.cores > 1:
+        elements = {dout_resident: maps[1], not dout_resident: maps[0]}
+    visits, tables, hold_s = make_tables(c, starts, ends, most + 1, elements)
     keys = [False, True] + ["rowscale"] * (lhs_scale is not None)
     arrays = {False: s, True: r}
     role_of = {False: False, True: True, "rowscale": dout_resident}
@@ -317,8 +333,10 @@ def tgmm_quant(x, p, *, chip: Chip, interpret=False) -> jax.Array:
         interpret=interpret,
     )
     if count == 1 or count * most <= MAX_TABLE:
-        out = call(count * most, starts, ends, maps, expected=rows)
+        out = call(count * most, starts, ends, maps, batched=count > 1, expected=rows)
     else:
         each = jax.tree.map(lambda y: y.reshape(count, g), (starts, ends, *maps))
-        out = lax.map(lambda y: call(most, y[0], y[1], y[2:], expected=rows // count), each)
+        out = lax.map(
+            lambda y: call(most, y[0], y[1], y[2:], batched=False, expected=rows // count), each
+        )
     return out.reshape(out_shape)

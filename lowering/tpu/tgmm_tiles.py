@@ -137,7 +137,7 @@ class Problem:
       m, p, q, groups: rows, output rows, output columns, groups.
       block_m: rows that share a scale, or None where no scale depends on the rows.
       a_bytes, b_bytes: bytes per element of the operands in HBM.
-      slab_bytes: bytes per element in the slabs, of both operands.
+      slab_bytes: bytes per element in the slabs, of the operand that has more.
       out_dtype: the output's dtype.
       rows: rows expected to be valid.
       scales: whether a and whether b have scales of their own per row block.
