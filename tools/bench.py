@@ -2,7 +2,7 @@
 
     python tools/bench.py cpu [--sweep buffer|rows|experts] [--json FILE] [--png FILE]
     python tools/bench.py layer [--json FILE]
-    python tools/bench.py tpu [--projection] [--json FILE]
+    python tools/bench.py tpu [--chip NAME] [--tilings | --projection] [--json FILE]
 
 `cpu` times ours, the dense chain and an unquantized ragged_dot on this machine, in one run,
 repetition by repetition in turn. Only ratios mean something: the absolute times are this machine's,
@@ -12,8 +12,9 @@ under whatever else it was doing.
 and prints the temporaries and collectives that the compiler reports. With `--target cpu` it times
 the layer instead, over as many host devices, on buffers of each factor.
 
-`tpu` compiles the grouped matmul kernels for a v7x core, counts the cycles of whole calls in the
-compiler's schedule and compares them with the floors of the MXU and of HBM. With `--projection` it
+`tpu` compiles the grouped matmul kernels for a v7x core (or `--chip`), counts the cycles of whole
+calls in the compiler's schedule and compares them with the floors of the MXU and of HBM. With
+`--tilings` it counts each call with other tiles than the chosen ones too; with `--projection` it
 compares a whole projection, forward and both gradients, with the dense chains around such kernels.
 """
 
@@ -136,7 +137,7 @@ def run_tpu(options) -> None:
 def _add_tpu(commands) -> None:
     tpu = commands.add_parser(
         "tpu",
-        help="cycles of the kernels on a v7x core, by its compiler",
+        help="cycles of the kernels on a TPU core, by its compiler",
         description="Compares calls of the grouped matmul kernels with the floors of the MXU and of"
         " HBM, by following the TPU compiler's program; nothing is run.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
