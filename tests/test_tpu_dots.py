@@ -43,9 +43,8 @@ class DotsTest(parameterized.TestCase):
         x = rng.randn(32, 256) * np.exp2(rng.randint(-20, 8, (32, 256)))
         x = np.clip(x, -1, 1) * top if scaled else x * top
         x = x.astype(np.float32)
-        x[0, 0] = np.nextafter(
-            np.float32(top), np.float32(np.inf)
-        )  # as absmax * (1 / scale) may be
+        # As absmax * (1 / scale) may be.
+        x[0, 0] = np.nextafter(np.float32(top), np.float32(np.inf))
         x[0, 1], x[0, 2] = 0, -0.0
         got = _in_kernel(lambda x: dots.quantized(x, dtype, to or dtype, scaled), x, to or dtype)
         np.testing.assert_array_equal(got, np.asarray(numerics.round_to(x, dtype), np.float32))

@@ -1,15 +1,12 @@
 """The grouped matmul kernels scaled down, under the interpreter's race detector."""
 
 import dataclasses
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from jax.experimental.pallas import tpu as pltpu
 
 from fp8moe_prims.gmm import GmmOperands, GmmParams
 from fp8moe_prims.lowering.tpu import gmm, tgmm_quant
@@ -17,6 +14,7 @@ from fp8moe_prims.lowering.tpu.chip import CHIPS
 from fp8moe_prims.lowering.xla import gmm as xla_gmm
 from fp8moe_prims.lowering.xla import tgmm_quant as xla_tgmm_quant
 from fp8moe_prims.tgmm_quant import TgmmOperands, TgmmParams
+from tests import races
 from tests.helpers import assert_close
 
 M, K, N, SIZES = 448, 256, 1024, (300, 0, 60)
@@ -38,43 +36,40 @@ def _operands():
     return x, narrow(np.asarray(x) * 50), scales[0], narrow(w), scales[1], dout, starts, ends
 
 
-def _calls():
-    """name -> (TPU lowering, XLA lowering, operands, params)."""
+def _call(name):
+    """(TPU lowering, XLA lowering, operands, params)."""
     x, saved, row_scale, weights, scale, dout, starts, ends = _operands()
     common = dict(out_dtype=np.dtype(np.float32))
     both = dict(starts=starts, ends=ends)
-    matrices = dict(rhs=weights, rhs_scale=scale)
-    grouped = dict(common, block_k=256, lhs_bound=None, tail="zero")
-    calls = {
-        "gmm fp8": (
-            GmmOperands(saved, lhs_scale=row_scale, **matrices, **both),
-            GmmParams(transpose_rhs=False, lhs_dtype=None, **grouped),
-        ),
-        "gmm quantized": (
-            GmmOperands(x, **matrices, **both),
-            GmmParams(transpose_rhs=False, lhs_dtype="e4m3", **grouped),
-        ),
-        "dlhs": (
-            GmmOperands(dout, **matrices, **both),
-            GmmParams(transpose_rhs=True, lhs_dtype="e5m2", **grouped),
-        ),
-        "tgmm saved fp8": (
-            TgmmOperands(saved, dout, lhs_scale=row_scale, **both),
-            TgmmParams(lhs_dtype=None, dout_dtype="e5m2", block_m=256, **common),
-        ),
-        "tgmm both bf16": (
-            TgmmOperands(x, dout, **both),
-            TgmmParams(lhs_dtype="e4m3", dout_dtype="e5m2", block_m=256, **common),
-        ),
-    }
-    kernels = gmm.gmm, xla_gmm.gmm
-    others = tgmm_quant.tgmm_quant, xla_tgmm_quant.tgmm_quant
-    return {name: (*(kernels if "t" != name[0] else others), *c) for name, c in calls.items()}
+    if name.startswith("tgmm"):
+        lowerings = tgmm_quant.tgmm_quant, xla_tgmm_quant.tgmm_quant
+        common |= dict(dout_dtype="e5m2", block_m=256)
+        if name == "tgmm saved fp8":
+            operands = TgmmOperands(saved, dout, lhs_scale=row_scale, **both)
+            return (*lowerings, operands, TgmmParams(lhs_dtype=None, **common))
+        return (*lowerings, TgmmOperands(x, dout, **both), TgmmParams(lhs_dtype="e4m3", **common))
+    lhs, quantized = {
+        "gmm fp8": (saved, None),
+        "gmm quantized": (x, "e4m3"),
+        "dlhs": (dout, "e5m2"),
+    }[name]
+    p = GmmParams(
+        transpose_rhs=name == "dlhs",
+        lhs_dtype=quantized,
+        block_k=256,
+        lhs_bound=None,
+        tail="zero",
+        **common,
+    )
+    lhs_scale = None if quantized else row_scale
+    operands = GmmOperands(lhs, weights, lhs_scale=lhs_scale, rhs_scale=scale, **both)
+    return gmm.gmm, xla_gmm.gmm, operands, p
 
 
+_NAMES = ("gmm fp8", "gmm quantized", "dlhs", "tgmm saved fp8", "tgmm both bf16")
 _MANY = [("gmm fp8", "v5p"), ("gmm quantized", "v7x"), ("dlhs", "v5p")]
 _MANY += [("tgmm saved fp8", "v5p"), ("tgmm both bf16", "v7x")]
-_REST = [(name, chip) for name in _calls() for chip in _CHIPS if (name, chip) not in _MANY]
+_REST = [(name, chip) for name in _NAMES for chip in _CHIPS if (name, chip) not in _MANY]
 
 
 class RacesTest(parameterized.TestCase):
@@ -90,23 +85,14 @@ class RacesTest(parameterized.TestCase):
 
     def _check(self, name, chip):
         """No race, and right: as XLA's, on one core and, of a device that has two, on both."""
-        ours, xla, x, p = _calls()[name]
-        chip, states = _CHIPS[chip], []
-        state = interpreter.RaceDetectionState
-
-        def made(*args, **kwargs):
-            states.append(state(*args, **kwargs))
-            return states[-1]
-
-        options = dict(detect_races=True, num_cores_or_threads=chip.cores)
-        if hasattr(pltpu.InterpretParams, "on_race"):  # newer than JAX 0.10: a race raises unless
-            options["on_race"] = "warn"
-        interpret = pltpu.InterpretParams(**options)
-        with mock.patch.object(interpreter, "RaceDetectionState", made):
+        ours, xla, x, p = _call(name)
+        chip = _CHIPS[chip]
+        interpret = races.params(num_cores_or_threads=chip.cores)
+        with races.watched() as states:
             out = jax.jit(lambda x: ours(x, p, chip=chip, interpret=interpret))(x)
             out.block_until_ready()
         self.assertTrue(states)
-        self.assertFalse(any(s.races_found for s in states))
+        self.assertFalse(races.found(states))
         assert_close(out, jax.jit(lambda x: xla(x, p, platform="cpu"))(x), 2e-3)
 
 

@@ -20,6 +20,7 @@ from fp8moe_prims import collectives
 from fp8moe_prims.lowering.tpu import chip, ring, ring_all_gather, ring_reduce_scatter
 from fp8moe_prims.primitives import RingAllGatherOperands, RingParams, RingReduceScatterOperands
 from tests import helpers, ring_cases
+from tests import races as race_detector
 
 BOTH = ("ring_all_gather", "ring_reduce_scatter")
 
@@ -32,28 +33,20 @@ def interpreted(races=True, delayed=None):
       races: whether to look for them.
       delayed: a device that sleeps before each of its copies.
     """
-    states = []
-    state, start = interpreter.RaceDetectionState, interpreter.dma_start
-
-    def made(*args, **kwargs):
-        states.append(state(*args, **kwargs))
-        return states[-1]
+    start = interpreter.dma_start
 
     def late(token, device_id, *args, **kwargs):
         if int(device_id) == delayed:
             time.sleep(0.01)
         return start(token, device_id, *args, **kwargs)
 
-    params = dict(detect_races=races)
-    if hasattr(pltpu.InterpretParams, "on_race"):  # newer than JAX 0.10: a race raises unless
-        params["on_race"] = "warn"
     with (
-        mock.patch.object(interpreter, "RaceDetectionState", made),
+        race_detector.watched() as states,
         mock.patch.object(interpreter, "dma_start", start if delayed is None else late),
-        pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**params)),
+        pltpu.force_tpu_interpret_mode(race_detector.params(races)),
         fp8.use_lowering("mosaic"),
     ):
-        yield lambda: any(s.races_found for s in states)
+        yield lambda: race_detector.found(states)
 
 
 def _whole(devices, rows=16, width=128):

@@ -1,5 +1,6 @@
 """The tgmm_quant kernel for TPU: in Pallas's interpreter against a naive loop, and its tiles."""
 
+import contextlib
 import dataclasses
 import itertools
 import types
@@ -105,6 +106,19 @@ def _poisoned(x, inside, value):
     return jnp.where(jnp.asarray(inside)[:, None], x, jnp.full_like(x, value))
 
 
+@contextlib.contextmanager
+def _chosen_tiles():
+    """Yields a list of the tiles that are chosen within."""
+    chosen = []
+
+    def choose(*args):
+        chosen.append(choose_tiles(*args))
+        return chosen[-1]
+
+    with mock.patch.object(kernel, "choose_tiles", choose):
+        yield chosen
+
+
 class TgmmKernelTest(parameterized.TestCase):
     def _normal(self, shape, dtype=jnp.bfloat16, seed=0):
         rng = np.random.RandomState(seed)
@@ -196,14 +210,7 @@ class TgmmKernelTest(parameterized.TestCase):
         p = _params(block_m=256, **changes)
         lhs, scale, dout = self._operands(m, k, n, p)
         small = dataclasses.replace(CHIPS["v7x"], vmem_bytes=int(mib * 2**20))
-        chosen = []
-
-        def choose(*args):
-            chosen.append(choose_tiles(*args))
-            return chosen[-1]
-
-        patched = mock.patch.object(kernel, "choose_tiles", choose)
-        with mock.patch.dict(_CHIPS, small=small), patched:
+        with mock.patch.dict(_CHIPS, small=small), _chosen_tiles() as chosen:
             run = _runner(p, "small")
             for sizes, gaps in (
                 ([330, 256, 300, 0, 257, 500, 10], [7, 0, 5, 0, 0, 0, 3]),
@@ -222,13 +229,7 @@ class TgmmKernelTest(parameterized.TestCase):
         p = _params(block_m=256, transpose_out=transpose, lhs_dtype=None)
         lhs, scale, dout = self._operands(900, k, n, p)
         starts, ends = _ranges([330, 0, 256, 300], [7, 0, 5, 0])
-        chosen = []
-
-        def choose(*args):
-            chosen.append(choose_tiles(*args))
-            return chosen[-1]
-
-        with mock.patch.object(kernel, "choose_tiles", choose):
+        with _chosen_tiles() as chosen:
             got = _runner(p, "v5p")(lhs, scale, dout, starts, ends)
         self._assert_close(got, _reference(lhs, scale, dout, starts, ends, p))
         self.assertEqual(chosen[0].cores, 2)

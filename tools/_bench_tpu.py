@@ -17,7 +17,7 @@ from tools import _tpu_call
 from tools._tpu_call import Call
 
 SHAPES = ((7168, 2048), (2048, 7168))
-CHIPS = ("v7x", "v6e", "v5p", "v5e")
+CHIPS = ("v7x", "v6e", "v5p", "v5e")  # as lowering/tpu/chip.py has them
 
 
 def chip(name: str):
@@ -165,9 +165,10 @@ def table(rows, options) -> str:
 
 def add_arguments(parser, positive) -> None:
     text = "a projection's forward and both gradients, beside float8 kernels and dense chains"
-    parser.add_argument("--projection", action="store_true", help=text)
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--projection", action="store_true", help=text)
     text = "each call with the chosen tiles and with others"
-    parser.add_argument("--tilings", action="store_true", help=text)
+    other.add_argument("--tilings", action="store_true", help=text)
     parser.add_argument("--groups", type=positive, default=32, help="of 1024 rows on average")
     parser.add_argument("--chip", default="v7x", choices=CHIPS, help="not with --projection")
     parser.add_argument("--only", default="", metavar="REGEX", help="rows whose name matches")

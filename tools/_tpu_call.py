@@ -203,6 +203,18 @@ class _Recorded(Exception):
     """Carries what a call was about to do."""
 
 
+def _recorded(module, name: str, recorder, fn, args):
+    """What a recorder in place of the module's function raises while fn is traced."""
+    import jax
+
+    with mock.patch.object(module, name, recorder):
+        try:
+            jax.eval_shape(fn, *args)
+        except _Recorded as e:
+            return e.args[0]
+    raise RuntimeError("the call has no kernel")
+
+
 def _chooser(call: Call):
     """(module with the kernel's call, name of the function there that chooses tiles)."""
     from fp8moe_prims.lowering.tpu import gmm, tgmm_quant
@@ -212,18 +224,11 @@ def _chooser(call: Call):
 
 def problem(call: Call):
     """(the problem that tiles are chosen for, chip); imports JAX."""
-    import jax
 
     def record(*args):
         raise _Recorded(args)
 
-    fn, args = _function(call)
-    with mock.patch.object(*_chooser(call), record):
-        try:
-            jax.eval_shape(fn, *args)
-        except _Recorded as e:
-            return e.args[0]
-    raise RuntimeError("the call has no kernel")
+    return _recorded(*_chooser(call), record, *_function(call))
 
 
 @contextlib.contextmanager
@@ -263,12 +268,7 @@ def _scalars(fn, call: Call, args) -> list:
         with jax.ensure_compile_time_eval():
             return fn(jnp.asarray(starts), jnp.asarray(ends), *arrays)
 
-    with mock.patch.object(pl, "pallas_call", pallas_call):
-        try:
-            jax.eval_shape(run, *args[2:])
-        except _Recorded as e:
-            return e.args[0]
-    raise RuntimeError("the call has no kernel")
+    return _recorded(pl, "pallas_call", pallas_call, run, args[2:])
 
 
 def compile_for_core(fn, args, topology="tpu7x"):

@@ -124,13 +124,13 @@ def _add_layer(commands) -> None:
 
 def run_tpu(options) -> None:
     _tpu.set_environment()
+    name, bench = "tpu", _bench_tpu
     if options.projection:
-        bench = _bench_projection
-    else:
-        bench = _bench_tilings if options.tilings else _bench_tpu
+        name, bench = "projection", _bench_projection
+    elif options.tilings:
+        name, bench = "tilings", _bench_tilings
     rows = bench.measure(options, _say)
     print(bench.table(rows, options))
-    name = "projection" if options.projection else "tpu"
     _write_json(options, {"benchmark": name, "table": rows})
 
 

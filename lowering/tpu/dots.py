@@ -40,9 +40,10 @@ def dot_dtypes(a_dtype, b_dtype, chip: Chip, stored=(False, False)):
         return (np.dtype(np.float32),) * 2
 
     def in_bf16(dtype, stored):
-        if chip.widens_fp8 and (dtype in (_E5M2, E4M3B11) or (dtype == _E4M3 and stored)):
-            return E4M3B11 if dtype == _E4M3 else dtype
-        return np.dtype(jnp.bfloat16)
+        if dtype == _E4M3 and stored:
+            dtype = E4M3B11
+        widened = chip.widens_fp8 and dtype in (_E5M2, E4M3B11)
+        return dtype if widened else np.dtype(jnp.bfloat16)
 
     return tuple(map(in_bf16, dtypes, stored))
 

@@ -208,13 +208,6 @@ def _merged(tiles: Tiles, rows):
     return (rows > _I32(tiles.block)) & (rows <= _I32(tiles.block + TAIL - ALIGN))
 
 
-def _last_block(c: Config, starts, ends, blocks, merge):
-    """(32-row tile where its window begins, rows) of the last row block of each unit."""
-    first = starts + (blocks - _I32(1)) * _I32(c.tiles.block)
-    count = jnp.where(merge, _I32(c.tiles.block), ends - first)
-    return _base(c, first), count
-
-
 def _base(c: Config, first):
     """The 32-row tile that the window of a row block begins with."""
     return jnp.clip(first >> _I32(5), _I32(0), _I32(c.max_base))
@@ -226,20 +219,18 @@ def _meeting(c: Config, starts, ends, blocks, merge, elements):
     The pipeline does not fetch again what the next unit needs too: of batch elements that share an
     operand, say. Where cores share S, the first unit follows the last one if they take turns.
     """
-    one_tile = [resident for resident in (False, True) if c.side(resident).tiles == 1]
     index = lax.iota(np.int32, starts.shape[0])
     filled = lax.cummax(jnp.where(blocks > _I32(0), index, _I32(-1)))
     before = jnp.concatenate([filled[-1:] if c.tiles.cores > 1 else _I32([-1]), filled[:-1]])
     before = jnp.where(before < _I32(0), before[0], before)
     take = lambda x: jnp.take(x, before, axis=0, mode="clip")
-    base, count = _last_block(c, starts, ends, blocks, merge)
-    meets = (blocks > _I32(0)) & (before >= _I32(0)) & (take(base) == _base(c, starts))
-    meets = meets & (take(count) >= _I32(ALIGN))
-    same = jnp.zeros_like(meets)
-    for resident in one_tile:
-        element = elements[resident]
+    last = starts + (blocks - _I32(1)) * _I32(c.tiles.block)  # first row of the last row block
+    count = jnp.where(merge, _I32(c.tiles.block), ends - last)
+    same = jnp.zeros(starts.shape, bool)
+    for element in (elements[r] for r in (False, True) if c.side(r).tiles == 1):
         same = same | (True if element is None else take(element) == element)
-    meets = meets & same
+    meets = same & (blocks > _I32(0)) & (before >= _I32(0)) & (take(count) >= _I32(ALIGN))
+    meets = meets & (take(_base(c, last)) == _base(c, starts))
     nowhere = _I32(starts.shape[0])
     return meets.at[jnp.where(meets, before, nowhere)].set(True, mode="drop")
 
@@ -293,10 +284,12 @@ def make_tables(c: Config, starts, ends, limit: int, elements=None):
     first_late = (_I32(c.max_base * ALIGN) - starts + _I32(tiles.block - 1)) // _I32(tiles.block)
     late = jnp.sum(jnp.maximum(blocks - jnp.maximum(first_late, _I32(0)), _I32(0)))
     shared = late > _I32(1 if c.max_base else 0)
-    unclean = shared & (_base(c, take(starts) + j * _I32(tiles.block)) >= _I32(c.max_base))
+    meets = False
     if elements is not None:
-        unclean = unclean | take(_meeting(c, starts, ends, blocks, merge, elements))
-    base, rows, count = _row_blocks(c, take(starts), take(ends), take(merge), j, real, unclean)
+        meets = take(_meeting(c, starts, ends, blocks, merge, elements))
+    base, rows, count = _row_blocks(
+        c, take(starts), take(ends), take(merge), j, real, shared, meets
+    )
     direct = direct.astype(np.int32) << _I32(_DIRECT)
     return (
         total,
@@ -314,12 +307,12 @@ def make_tables(c: Config, starts, ends, limit: int, elements=None):
     )
 
 
-def _row_blocks(c: Config, start, end, merge, j, real, unclean):
+def _row_blocks(c: Config, start, end, merge, j, real, last_shared, meets):
     """Row block j of groups with rows [start, end), int32 [limit] all: (base, rows, count).
 
     base: the 32-row tile that its window begins with; rows, count: words of the tables. ``merge``:
-    whether a short block goes with it; ``real``: whether there is one; ``unclean``: whether its
-    window must stay as it is, for others.
+    whether a short block goes with it; ``real``: whether there is one; ``last_shared``: whether the
+    array's last window serves several row blocks; ``meets``: see `_meeting`.
     """
     block = _I32(c.tiles.block)
     first = start + j * block
@@ -327,8 +320,9 @@ def _row_blocks(c: Config, start, end, merge, j, real, unclean):
     base = _base(c, first)
     tail = jnp.where(merge, end - start - block, _I32(0))
     single = (end - start <= block) | merge
-    # Another row block may begin in the tile of one that is so short.
-    kind = jnp.where(unclean | (count < _I32(ALIGN)), _I32(SHARED), _I32(FULL))
+    # Other row blocks may find their rows in the same window: it must stay as it is.
+    shared = ((base >= _I32(c.max_base)) & last_shared) | (count < _I32(ALIGN)) | meets
+    kind = jnp.where(shared, _I32(SHARED), _I32(FULL))
     if c.tiles.block > SHORT:
         kind = jnp.where(count <= _I32(SHORT - ALIGN), _I32(SHORT_BLOCK), kind)
     kind = jnp.where(count > _I32(0), kind, _I32(EMPTY))

@@ -187,6 +187,14 @@ def _candidates(x: Problem):
                         yield block, resident_b, ts, tr, limit
 
 
+def _cores(chip: Chip, s_width: int, r_width: int, ts: int, tr: int) -> int:
+    """How many cores share S's columns: all that the device has, or one."""
+    share = ts * chip.cores
+    # With one S tile for each core, S's window would stay, cleaned, while R's tiles change.
+    moves = share < s_width or tr >= r_width
+    return chip.cores if s_width % share == 0 and moves else 1
+
+
 def _fit(x: Problem, chip: Chip, block, resident_b, ts, tr, limit) -> Tiles | None:
     """The tiles of a candidate with as many slots as fit, or None."""
     budget = int(chip.vmem_bytes * 0.955)
@@ -211,8 +219,6 @@ def _fit(x: Problem, chip: Chip, block, resident_b, ts, tr, limit) -> Tiles | No
     b_row = 2 * tq * 8 * 4 if x.scales[1] else 0
     fixed += 2 * (a_column if resident_b else b_row)
     slot = slab_rows * tr * x.slab_bytes + (b_row if resident_b else a_column)
-    # A window is cleaned in place: a visit must not find it as another one has left it.
-    share, moves = ts * chip.cores, ts * chip.cores < s_width or tr >= r_width
     slots = int(min((budget - fixed) // slot, max(2, round_up(x.m, block) // block), 16))
     if slots < 2:
         return None
@@ -225,7 +231,7 @@ def _fit(x: Problem, chip: Chip, block, resident_b, ts, tr, limit) -> Tiles | No
         tr=tr,
         slots=slots,
         product=(cp, cq),
-        cores=chip.cores if s_width % share == 0 and moves else 1,
+        cores=_cores(chip, s_width, r_width, ts, tr),
         pipelined=shape is not None,
         vmem=int(fixed + slots * slot),
     )
